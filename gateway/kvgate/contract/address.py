@@ -1,0 +1,87 @@
+"""Addresses: token digests, the root-anchored chunk chain, and shard addresses. Only full chunks have addresses."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvgate.contract import specs
+from kvgate.contract.digests import DIGEST_BYTES, Kind, digest, keyed
+from kvgate.contract.encoding import encode
+from kvgate.contract.errors import ContractError
+from kvgate.contract.plan import Rectangle
+from kvgate.contract.record import Record, frozen
+
+assert sys.byteorder == "little", "tokens are hashed as u32 little-endian straight from memory"
+
+_CHUNK: Final = struct.Struct("<32sQ32s")
+_SHARD: Final = struct.Struct("<32sIIIII")
+_NO_EXTRAS: Final = encode([])
+_U32 = "I" if array("I").itemsize == 4 else "L"
+
+
+@frozen
+class Extra(Record):
+    """A non-token input inside a chunk: the full digest of a multimodal item or prompt embedding, and where it lies in the chunk.
+
+    ``offset_tokens`` is the item's start relative to the chunk's first token, plus 2**31 (an item may begin in an earlier chunk);
+    ``length_tokens`` its whole length.
+    """
+
+    kind: str = specs.choice("multimodal", "embedding")
+    digest: bytes = specs.digest32()
+    offset_tokens: int = specs.uint(maximum=2**32 - 1)
+    length_tokens: int = specs.uint(minimum=1, maximum=2**31)
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Tokens as u32 little-endian."""
+    try:
+        return array(_U32, tokens).tobytes()
+    except (OverflowError, TypeError):
+        raise ContractError("tokens", "hold something that is no token id", "integers from 0 to 2**32-1") from None
+
+
+def token_digests(token_key: bytes, tokens: Sequence[int], chunk_tokens: int, start_chunk: int = 0) -> list[bytes]:
+    """``t[n]`` of every full chunk of ``tokens`` from ``start_chunk`` on, for chunks without extras.
+
+    ``token_key`` is the domain's 32-byte token key. Tokens after the last full chunk have no digest.
+    """
+    packed = token_bytes(tokens[start_chunk * chunk_tokens :] if start_chunk else tokens)
+    step = 4 * chunk_tokens
+    head = struct.pack("<I", chunk_tokens)
+    return [keyed(token_key, head + packed[at : at + step] + _NO_EXTRAS) for at in range(0, len(packed) - step + 1, step)]
+
+
+def token_digest(token_key: bytes, tokens: Sequence[int], extras: Sequence[Extra] = ()) -> bytes:
+    """``t`` of one chunk: keyed hash of token count, tokens and extras. Extras are taken in order of offset and digest."""
+    ordered = sorted(extras, key=lambda e: (e.offset_tokens, e.kind, e.digest, e.length_tokens))
+    tail = encode([extra.to_value() for extra in ordered]) if ordered else _NO_EXTRAS
+    return keyed(token_key, struct.pack("<I", len(tokens)) + token_bytes(tokens) + tail)
+
+
+def chunk_address(parent: bytes, index: int, token: bytes) -> bytes:
+    """``chunk[n] = H_chunk(chunk[n-1] or root, n, t[n])``."""
+    if len(parent) != DIGEST_BYTES or len(token) != DIGEST_BYTES:
+        raise ContractError("parent" if len(parent) != DIGEST_BYTES else "token", "must have exactly 32 bytes")
+    return digest(Kind.CHUNK, _CHUNK.pack(parent, index, token))
+
+
+def chunk_chain(parent: bytes, tokens: Iterable[bytes], start_index: int = 0) -> list[bytes]:
+    """Chunk addresses for consecutive token digests; ``parent`` is the root, or the address of chunk ``start_index - 1``."""
+    chain = []
+    for index, token in enumerate(tokens, start_index):
+        parent = chunk_address(parent, index, token)
+        chain.append(parent)
+    return chain
+
+
+def shard_address(chunk: bytes, rectangle: Rectangle) -> bytes:
+    """The name of the one stored object that holds ``rectangle`` of ``chunk``."""
+    if len(chunk) != DIGEST_BYTES:
+        raise ContractError("chunk", "must have exactly 32 bytes")
+    r = rectangle
+    return digest(Kind.SHARD, _SHARD.pack(chunk, r.group, r.layer_start, r.layer_end, r.head_start, r.head_end))

@@ -1,0 +1,1 @@
+"""The control protocol between gateway and its clients: versions, framing, messages. No sockets here."""

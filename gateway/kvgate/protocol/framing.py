@@ -1,0 +1,58 @@
+"""Frames on the control socket: u32 little-endian length, then one contract-encoded map ``{"body", "id", "type"}``."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvgate.contract.decoding import decode
+from kvgate.contract.encoding import encode
+from kvgate.contract.errors import ContractError
+from kvgate.contract.record import Record
+from kvgate.protocol.messages import BY_NAME
+
+HEADER: Final = struct.Struct("<I")
+MAX_FRAME_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One decoded frame. ``body`` is decoded but not validated yet: its errors can be answered by id."""
+
+    id: int
+    type: str
+    body: Any
+
+    def message(self) -> Record:
+        """The typed message; raises ``ContractError`` naming the field."""
+        kind = BY_NAME.get(self.type)
+        if kind is None:
+            raise ContractError("type", "is not a message of this wire version")
+        return kind.from_value(self.body)
+
+
+def frame_bytes(frame_id: int, message: Record) -> bytes:
+    """A whole frame, header included."""
+    payload = encode({"id": frame_id, "type": type(message).__name__, "body": message.to_value()})
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ContractError("frame", "is too large", f"at most {MAX_FRAME_BYTES} bytes")
+    return HEADER.pack(len(payload)) + payload
+
+
+def frame_length(header: bytes) -> int:
+    """Length of the payload after ``header``; raises ``ContractError`` where it is beyond the limit."""
+    (length,) = HEADER.unpack(header)
+    if not 0 < length <= MAX_FRAME_BYTES:
+        raise ContractError("frame", "has a bad length", f"1 to {MAX_FRAME_BYTES} bytes")
+    return int(length)
+
+
+def parse_frame(payload: bytes) -> Frame:
+    """Decode a frame's payload strictly."""
+    value = decode(payload, MAX_FRAME_BYTES)
+    if not isinstance(value, dict) or set(value) != {"id", "type", "body"}:
+        raise ContractError("frame", "is not a map of id, type and body")
+    if type(value["id"]) is not int or not 0 <= value["id"] < 2**64 or type(value["type"]) is not str:
+        raise ContractError("frame", "has a bad id or type")
+    return Frame(value["id"], value["type"], value["body"])
