@@ -41,7 +41,7 @@ class Kind(Enum):
     DOMAIN_KEY = "isolation domain key"
     DOMAIN_ID = "isolation domain id"
     SALT_KEY = "salt key"
-    TOKEN_KEY = "token key"  # noqa: S105 - a context string, not a secret
+    TOKEN_KEY = "token key"
     ENVELOPE_KEY = "envelope key"
     HANDLE_KEY = "handle key"
     LEASE_KEY = "lease key"
