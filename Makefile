@@ -37,10 +37,10 @@ help: ## List the targets and the variables
 	@echo
 	@echo "Set-up happens by itself, into .venv/gateway and .venv/vllm, and again when what it is made from changes."
 
-$(GATEWAY_STAMP): $(SETUP_INPUTS) requirements/gateway.txt
+$(GATEWAY_STAMP): $(SETUP_INPUTS) requirements/gateway.in requirements/gateway.txt
 	@tools/setup-env.sh gateway
 
-$(VLLM_STAMP): $(SETUP_INPUTS) requirements/vllm.txt
+$(VLLM_STAMP): $(SETUP_INPUTS) requirements/vllm.in requirements/vllm.txt
 	@tools/setup-env.sh vllm
 
 env-gateway: $(GATEWAY_STAMP) ## Set up the daemon's environment only

@@ -109,8 +109,8 @@ def locked(environment: str) -> Iterator[None]:
 def fingerprint(environment: str) -> str:
     """Digest of everything that decides what the environment holds."""
     digest = hashlib.sha256()
-    inputs = [REQUIREMENTS / "torch.txt", REQUIREMENTS / f"{environment}.txt", ROOT / "pyproject.toml"]
-    for path in inputs:
+    lists = ["torch.txt", f"{environment}.txt", f"{environment}.in"]
+    for path in [*(REQUIREMENTS / name for name in lists), ROOT / "pyproject.toml"]:
         digest.update(path.read_bytes() + b"\0")
     digest.update(f"{sys.version_info[:2]}|{TORCH_INDEX}|{ROOT}".encode())
     return digest.hexdigest()
@@ -138,7 +138,7 @@ def make_venv(environment: str, log: TextIO) -> Path:
     """Create the virtual environment, or keep one that runs and is of this Python; return its interpreter."""
     folder = ENVIRONMENTS / environment
     python = folder / "bin" / "python"
-    wanted = "%d.%d" % sys.version_info[:2]
+    wanted = f"{sys.version_info.major}.{sys.version_info.minor}"
     found = python_version(python)
     if found == wanted:
         return python
