@@ -14,6 +14,7 @@ from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
 from kvgate.contract.plan import Rectangle
 from kvgate.contract.record import Record, frozen
+from kvgate.contract.representation import MAX_CHUNK_TOKENS
 
 assert sys.byteorder == "little", "tokens are hashed as u32 little-endian straight from memory"
 
@@ -40,6 +41,9 @@ class Extra(Record):
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Tokens as u32 little-endian."""
     try:
+        # An array takes bytes as ready-made machine words, not as a sequence of small numbers.
+        if isinstance(tokens, bytes | bytearray):
+            raise TypeError
         return array(_U32, tokens).tobytes()
     except (OverflowError, TypeError):
         raise ContractError("tokens", "hold something that is no token id", "integers from 0 to 2**32-1") from None
@@ -50,6 +54,10 @@ def token_digests(token_key: bytes, tokens: Sequence[int], chunk_tokens: int, st
 
     ``token_key`` is the domain's 32-byte token key. Tokens after the last full chunk have no digest.
     """
+    if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise ContractError("chunk_tokens", "is out of range", f"between 1 and {MAX_CHUNK_TOKENS}")
+    if start_chunk < 0:
+        raise ContractError("start_chunk", "is negative")
     packed = token_bytes(tokens[start_chunk * chunk_tokens :] if start_chunk else tokens)
     step = 4 * chunk_tokens
     head = struct.pack("<I", chunk_tokens)
@@ -67,7 +75,11 @@ def chunk_address(parent: bytes, index: int, token: bytes) -> bytes:
     """``chunk[n] = H_chunk(chunk[n-1] or root, n, t[n])``."""
     if len(parent) != DIGEST_BYTES or len(token) != DIGEST_BYTES:
         raise ContractError("parent" if len(parent) != DIGEST_BYTES else "token", "must have exactly 32 bytes")
-    return digest(Kind.CHUNK, _CHUNK.pack(parent, index, token))
+    try:
+        packed = _CHUNK.pack(parent, index, token)
+    except struct.error:
+        raise ContractError("index", "is no chunk index", "an integer from 0 to 2**64-1") from None
+    return digest(Kind.CHUNK, packed)
 
 
 def chunk_chain(parent: bytes, tokens: Iterable[bytes], start_index: int = 0) -> list[bytes]:

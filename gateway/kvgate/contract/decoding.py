@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Any
 
-from kvgate.contract.encoding import INT_MIN, MAX_DEPTH
+from kvgate.contract.encoding import INT_MIN, MAX_DEPTH, MAX_VALUES
 from kvgate.contract.errors import ContractError
 
 DEFAULT_MAX_BYTES = 1 << 20
@@ -20,7 +20,7 @@ def decode(data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> Any:
     """Decode one value that fills ``data``; maps become dicts, arrays lists. Raises ``ContractError`` with the reason by name."""
     if len(data) > max_bytes:
         raise ContractError("cbor", "input too large", f"at most {max_bytes} bytes")
-    reader = _Reader(data)
+    reader = _Reader(bytes(data))
     value = reader.value(0)
     if reader.position != len(data):
         raise ContractError("cbor", "trailing bytes after the value")
@@ -28,11 +28,12 @@ def decode(data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> Any:
 
 
 class _Reader:
-    __slots__ = ("data", "position")
+    __slots__ = ("data", "position", "values")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.position = 0
+        self.values = 1
 
     def value(self, depth: int) -> Any:
         major, argument = self._head()
@@ -96,11 +97,11 @@ class _Reader:
         return text
 
     def _array(self, count: int, depth: int) -> list[Any]:
-        self._check_count(count)
+        self._check_count(count, 1)
         return [self.value(depth + 1) for _ in range(count)]
 
     def _map(self, count: int, depth: int) -> dict[str, Any]:
-        self._check_count(count)
+        self._check_count(count, 2)
         result: dict[str, Any] = {}
         previous = b""
         for _ in range(count):
@@ -118,7 +119,10 @@ class _Reader:
             result[key] = self.value(depth + 1)
         return result
 
-    def _check_count(self, count: int) -> None:
-        # Every item needs at least one byte: a huge count in a short input must not reserve memory.
-        if count > len(self.data) - self.position:
+    def _check_count(self, count: int, values_each: int) -> None:
+        # Every value needs at least one byte: a huge count in a short input must not reserve memory.
+        if count * values_each > len(self.data) - self.position:
             raise ContractError("cbor", "truncated")
+        self.values += count * values_each
+        if self.values > MAX_VALUES:
+            raise ContractError("cbor", "holds too many values", f"at most {MAX_VALUES}")

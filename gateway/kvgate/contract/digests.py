@@ -29,6 +29,7 @@ class Kind(Enum):
     NUMERICS_CLASS = "numerics class"
     KV_QUANTIZATION = "kv quantization"
     MODEL = "model contract"
+    BASE = "base component"
     REPRESENTATION = "representation"
     PAYLOAD_LAYOUT = "payload layout"
     CODEC = "codec"

@@ -18,6 +18,8 @@ from kvgate.contract.errors import ContractError
 INT_MIN = -(2**63)
 INT_MAX = 2**64 - 1
 MAX_DEPTH = 16
+MAX_VALUES = 1 << 17
+"""Values in one encoding, counted with everything nested in it (a map's keys count too): bounds what a short input can unfold to."""
 
 type_names = "int, bytes, text, array, map with text keys, true, false or null"
 
@@ -25,7 +27,11 @@ type_names = "int, bytes, text, array, map with text keys, true, false or null"
 def encode(value: Any) -> bytes:
     """The one encoding of ``value``; raises ``ContractError`` for anything outside the type set."""
     check(value, "value", 0)
-    return cbor2.dumps(value, canonical=True)
+    encoded: bytes = cbor2.dumps(value, canonical=True)
+    # Every value takes a byte at least, so only long encodings need counting.
+    if len(encoded) > MAX_VALUES and _count(value) > MAX_VALUES:
+        raise ContractError("value", "holds too many values", f"at most {MAX_VALUES}")
+    return encoded
 
 
 def check(value: Any, path: str, depth: int) -> None:
@@ -59,6 +65,14 @@ def check_text(text: str, path: str) -> None:
         raise ContractError(path, "text holds a lone surrogate", "valid Unicode") from None
     if not unicodedata.is_normalized("NFC", text):
         raise ContractError(path, "text is not NFC", "normalise it with unicodedata.normalize('NFC', …)")
+
+
+def _count(value: Any) -> int:
+    if type(value) is dict:
+        return 1 + len(value) + sum(map(_count, value.values()))
+    if type(value) in (list, tuple):
+        return 1 + sum(map(_count, value))
+    return 1
 
 
 def _check_sequence(value: Sequence[Any], path: str, depth: int) -> None:

@@ -10,32 +10,38 @@ MAX_NAME_BYTES = 4096
 
 def domain_key(secret: bytes, domain_name: str) -> bytes:
     """The secret key of one isolation domain."""
-    if len(secret) != DIGEST_BYTES:
-        raise ContractError("secret", "must have exactly 32 bytes")
-    return keyed(digest(Kind.DOMAIN_KEY, secret), _name_bytes("domain", domain_name))
+    return keyed(digest(Kind.DOMAIN_KEY, _key("secret", secret)), _name_bytes("domain", domain_name))
 
 
 def domain_id(key: bytes) -> bytes:
     """The opaque id of a domain: enters identities, tells nothing."""
-    return digest(Kind.DOMAIN_ID, key)
+    return digest(Kind.DOMAIN_ID, _key("domain_key", key))
 
 
 def token_key(key: bytes) -> bytes:
     """The subkey with which shims of this domain hash token chunks."""
-    return digest(Kind.TOKEN_KEY, key)
+    return digest(Kind.TOKEN_KEY, _key("domain_key", key))
 
 
 def salt_key(key: bytes) -> bytes:
     """The subkey with which shims of this domain hash cache salts."""
-    return digest(Kind.SALT_KEY, key)
+    return digest(Kind.SALT_KEY, _key("domain_key", key))
 
 
 def salt_digest(key: bytes, salt: str | None) -> bytes | None:
     """Keyed digest of a cache salt; None stays the explicit "no salt". An empty salt is refused."""
-    return None if salt is None else keyed(key, _name_bytes("salt", salt))
+    return None if salt is None else keyed(_key("salt_key", key), _name_bytes("salt", salt))
+
+
+def _key(field: str, key: bytes) -> bytes:
+    if len(key) != DIGEST_BYTES:
+        raise ContractError(field, "must have exactly 32 bytes")
+    return key
 
 
 def _name_bytes(field: str, name: str) -> bytes:
+    if not isinstance(name, str):
+        raise ContractError(field, f"is {type(name).__name__}", "must be text")
     if not name:
         raise ContractError(field, "is empty", "leave it out, or give a value")
     try:

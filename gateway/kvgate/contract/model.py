@@ -11,8 +11,8 @@ from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import IdentityRecord, Record, frozen
 
-NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-"""Exact text of a number, as Python's ``repr`` writes it: floats never enter the encoding."""
+NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
+"""Text of a number; ``Rope`` wants it exactly as Python's ``repr`` writes it: floats never enter the encoding."""
 
 WORD = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
 
@@ -44,6 +44,9 @@ class Rope(IdentityRecord):
 
     def validate(self) -> None:
         require_sorted(self.parameters, "parameters")
+        number = int(self.theta) if self.theta.lstrip("-").isdigit() else float(self.theta)
+        if repr(number) != self.theta:
+            raise ContractError("theta", "is not the number's own text", "write it as Python's repr does: 10000.0, 500000")
 
 
 @frozen

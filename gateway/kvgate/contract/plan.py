@@ -141,6 +141,11 @@ def even_plan(*, layers: int, kv_heads: int, pipeline: tuple[tuple[int, int], ..
     With fewer heads than workers each head is held by ``tensor_parallel // kv_heads`` of them. Raises ``ContractError`` where
     neither number divides the other.
     """
+    for name, value in (("kv_heads", kv_heads), ("tensor_parallel", tensor_parallel)):
+        if value < 1:
+            raise ContractError(name, "is not positive")
+    if len(pipeline) * tensor_parallel > MAX_WORKERS:
+        raise ContractError("tensor_parallel", "gives too many workers", f"at most {MAX_WORKERS}")
     wide = max(kv_heads, tensor_parallel)
     if wide % min(kv_heads, tensor_parallel):
         raise ContractError("tensor_parallel", "does not divide the KV heads evenly")

@@ -15,6 +15,8 @@ CANONICAL_LAYOUT: Final = "canonical"
 """Payload order ``[layer][K,V][KV head][token][dim]``, little-endian, unpadded."""
 CANONICAL_LAYOUT_VERSION: Final = 1
 
+MAX_CHUNK_TOKENS: Final = 65_536
+
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
@@ -63,7 +65,7 @@ class Representation(IdentityRecord):
 
     layout: str = specs.choice(CANONICAL_LAYOUT)
     layout_version: int = specs.uint(minimum=CANONICAL_LAYOUT_VERSION, maximum=CANONICAL_LAYOUT_VERSION)
-    chunk_tokens: int = specs.uint(minimum=1, maximum=65_536)
+    chunk_tokens: int = specs.uint(minimum=1, maximum=MAX_CHUNK_TOKENS)
     codec: str = specs.choice("raw", "k16v8")
     k_format: ComponentFormat = specs.record(ComponentFormat)
     v_format: ComponentFormat = specs.record(ComponentFormat)
@@ -73,14 +75,25 @@ class Representation(IdentityRecord):
         quantised = [name for name in ("k_format", "v_format") if getattr(self, name).group is not None]
         if self.codec == "raw" and quantised:
             raise ContractError(f"{quantised[0]}.group", "codec raw stores no scales", "choose the codec that does")
-        if self.codec == "k16v8" and quantised != ["v_format"]:
-            raise ContractError("v_format.group", "codec k16v8 quantises V and only V")
+        if self.codec == "k16v8":
+            self._check_k16v8(quantised)
+
+    def _check_k16v8(self, quantised: list[str]) -> None:
+        if quantised != ["v_format"] or self.v_format.dtype != "int8":
+            raise ContractError("v_format", "codec k16v8 quantises V and only V", "V as int8 with a group, K without one")
+        if DTYPE_BYTES[self.k_format.dtype] != 2:
+            raise ContractError("k_format.dtype", "codec k16v8 keeps K in 16 bits", "bfloat16 or float16")
+        for index, group in enumerate(self.groups):
+            if group.head_dim_v == 0:
+                raise ContractError(f"groups[{index}].head_dim_v", "codec k16v8 needs a V of its own", "codec raw")
 
     def payload_bytes(self, rectangle: Rectangle) -> int:
-        """Exact payload length of one chunk of ``rectangle``."""
+        """Exact payload length of one chunk of ``rectangle``, which must lie inside its group."""
         if rectangle.group >= len(self.groups):
             raise ContractError("rectangle.group", "is not a group of this representation")
         group = self.groups[rectangle.group]
+        if rectangle.layer_end > group.layers or rectangle.head_end > group.kv_heads:
+            raise ContractError("rectangle", "reaches outside its group", "see 'groups'")
         vectors = rectangle.layers * rectangle.heads * self.chunk_tokens
         return vectors * (self.k_format.head_bytes(group.head_dim_k) + self.v_format.head_bytes(group.head_dim_v))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvgate.contract.digests import DIGEST_BYTES
@@ -155,12 +155,15 @@ def either(*kinds: type[Record]) -> Any:
     def pick(name: str, value: Any) -> tuple[type[Record], Any]:
         if single:
             return single, value
-        if not isinstance(value, dict) or set(value) != {"is", "value"} or value["is"] not in names:
+        tagged = isinstance(value, dict) and set(value) == {"is", "value"} and type(value["is"]) is str
+        if not tagged or value["is"] not in names:
             raise ContractError(name, "is not a tagged record", "'is' one of " + ", ".join(names) + ", and 'value'")
         return names[value["is"]], value["value"]
 
     def build(name: str, value: Any, method: str) -> Record:
         kind, body = pick(name, value)
+        if not isinstance(body, Mapping):
+            raise ContractError(name, f"is {type(body).__name__}", f"must be a map of the fields of {kind.__name__}")
         try:
             built: Record = getattr(kind, method)(body)
         except ContractError as error:
