@@ -1,0 +1,250 @@
+"""The client against a scripted gateway: every request is settled once, in time, whatever the other end does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from kvgate.client import Call, GatewayClient, GatewayRefused, GatewayUnavailable
+from kvgate.contract.record import Record
+from kvgate.protocol.messages import Acquire, Acquired, Done, OpenEngine, Release, Welcome
+from tests.client.server import Hangup, ScriptedGateway, failure
+
+LEASE = b"l" * 32
+RELEASE = Release(lease=LEASE)
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    """Where the scripted gateway listens."""
+    return tmp_path / "g.sock"
+
+
+@pytest.fixture
+def client(socket: Path) -> Iterator[GatewayClient]:
+    """A started client in the scheduler's role."""
+    made = GatewayClient(str(socket), "scheduler")
+    made.start()
+    yield made
+    made.close()
+
+
+def answer_done(_message: Record) -> Record:
+    """Acknowledge everything."""
+    return Done()
+
+
+def test_call_returns_the_typed_reply(client: GatewayClient, socket: Path) -> None:
+    """A request is answered with the reply class of its kind."""
+    with ScriptedGateway(socket, lambda _m: Acquired(end=7)):
+        assert client.wait_connected(5)
+        reply = client.call(Acquire(lease=LEASE, first=0, last=9, deadline_ms=10), 5)
+    assert reply == Acquired(end=7)
+
+
+def test_call_without_gateway_fails_at_once(client: GatewayClient) -> None:
+    """With no gateway a request fails, and nothing waits for a connection."""
+    with pytest.raises(GatewayUnavailable):
+        client.call(RELEASE, 30)
+    assert not client.connected
+    assert client.welcome is None
+
+
+def test_client_connects_when_the_gateway_comes_later(client: GatewayClient, socket: Path) -> None:
+    """A client started before its gateway connects once it is there."""
+    assert not client.wait_connected(0.1)
+    with ScriptedGateway(socket, answer_done):
+        assert client.wait_connected(10)
+        assert client.call(RELEASE, 5) == Done()
+
+
+def test_refusal_carries_the_failure(client: GatewayClient, socket: Path) -> None:
+    """A Failure reply raises GatewayRefused with its code, and the connection stays."""
+    with ScriptedGateway(socket, lambda _m: failure("denied")):
+        assert client.wait_connected(5)
+        with pytest.raises(GatewayRefused) as refused:
+            client.call(RELEASE, 5)
+        assert refused.value.code == "denied"
+        assert client.connected
+
+
+def test_silence_ends_at_the_deadline(client: GatewayClient, socket: Path) -> None:
+    """A request that is never answered fails at its deadline; a later one still works."""
+    answers: list[Record | None] = [None, Done()]
+    with ScriptedGateway(socket, lambda _m: answers.pop(0)):
+        assert client.wait_connected(5)
+        with pytest.raises(GatewayUnavailable):
+            client.call(RELEASE, 0.05)
+        assert client.call(RELEASE, 5) == Done()
+
+
+def test_a_late_reply_is_dropped(client: GatewayClient, socket: Path) -> None:
+    """A reply after its deadline is not taken for another request's reply."""
+    gate = threading.Event()
+
+    def slow_first(message: Record) -> Record:
+        if isinstance(message, Release):
+            assert gate.wait(5)
+            return Done()
+        return Acquired(end=3)
+
+    with ScriptedGateway(socket, slow_first):
+        assert client.wait_connected(5)
+        with pytest.raises(GatewayUnavailable):
+            client.call(RELEASE, 0.05)
+        gate.set()
+        assert client.call(Acquire(lease=LEASE, first=0, last=9, deadline_ms=10), 5) == Acquired(end=3)
+
+
+def test_lost_connection_fails_open_requests_and_reconnects(client: GatewayClient, socket: Path) -> None:
+    """When the gateway hangs up, open requests fail before their deadline, and the client comes back by itself."""
+    hung_up = threading.Event()
+
+    def hang_up_once(_message: Record) -> Record:
+        if not hung_up.is_set():
+            hung_up.set()
+            raise Hangup
+        return Done()
+
+    with ScriptedGateway(socket, hang_up_once):
+        assert client.wait_connected(5)
+        first = client.connection
+        with pytest.raises(GatewayUnavailable):
+            client.call(RELEASE, 60)
+        assert client.wait_connected(10)
+        assert client.connection > first
+        assert client.call(RELEASE, 5) == Done()
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", b"\x03\x00\x00\x00abc", b"HTTP/1.1 400 Bad Request\r\n\r\n"],
+    ids=["oversize", "empty", "not-cbor", "http"],
+)
+def test_junk_drops_the_connection(client: GatewayClient, socket: Path, junk: bytes) -> None:
+    """Bytes that are no frame end the connection; the open request fails, it is never answered by junk."""
+    with ScriptedGateway(socket, lambda _m: junk):
+        assert client.wait_connected(5)
+        with pytest.raises(GatewayUnavailable):
+            client.call(RELEASE, 30)
+
+
+def test_reply_of_another_type_is_no_answer(client: GatewayClient, socket: Path) -> None:
+    """A well-formed reply of the wrong class is not handed to the caller."""
+    with ScriptedGateway(socket, lambda _m: Acquired(end=1)):
+        assert client.wait_connected(5)
+        with pytest.raises(GatewayUnavailable):
+            client.call(RELEASE, 5)
+
+
+def test_a_refused_hello_is_not_a_connection(socket: Path) -> None:
+    """A gateway that refuses our versions leaves the client unconnected and callable."""
+    client = GatewayClient(str(socket), "worker")
+    with ScriptedGateway(socket, answer_done, welcome=failure("version")) as gateway:
+        client.start()
+        assert not client.wait_connected(0.3)
+        with pytest.raises(GatewayUnavailable):
+            client.call(RELEASE, 5)
+        assert not any(isinstance(message, Release) for message in gateway.received)
+    client.close()
+
+
+def test_on_connect_runs_first_on_every_connection(socket: Path) -> None:
+    """Registration is sent before any other request, and again after a reconnect."""
+
+    async def open_engine(call: Call, welcome: Welcome) -> None:
+        assert welcome.chunk_tokens == 256
+        await call(OpenEngine(handle=bytes(32)), 5)
+
+    client = GatewayClient(str(socket), "scheduler", on_connect=open_engine)
+
+    def script(message: Record) -> Record:
+        return failure("unsealed") if isinstance(message, OpenEngine) else Done()
+
+    client.start()
+    with ScriptedGateway(socket, script) as gateway:
+        assert client.wait_connected(5)
+        client.call(RELEASE, 5)
+        gateway.drop_connections()
+        while client.connection < 2:
+            assert client.wait_connected(10)
+            threading.Event().wait(0.01)
+        assert client.wait_connected(10)
+        client.call(RELEASE, 5)
+        kinds = [type(message).__name__ for message in gateway.received]
+    assert kinds == ["Hello", "OpenEngine", "Release"] * 2
+    client.close()
+
+
+def test_on_connect_that_fails_is_retried(socket: Path) -> None:
+    """A callback that raises does not end the client's thread: the next attempt succeeds."""
+    attempts: list[int] = []
+
+    async def fail_once(_call: Call, _welcome: Welcome) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise RuntimeError("first time")
+
+    client = GatewayClient(str(socket), "worker", on_connect=fail_once)
+    client.start()
+    with ScriptedGateway(socket, answer_done):
+        assert client.wait_connected(10)
+    assert len(attempts) == 2
+    client.close()
+
+
+def test_requests_in_flight_are_bounded(socket: Path) -> None:
+    """Beyond the limit a request fails at once instead of queueing; answered ones make room."""
+    client = GatewayClient(str(socket), "worker", max_in_flight=2)
+    client.start()
+    gate = threading.Event()
+
+    def wait_for_gate(_message: Record) -> Record:
+        gate.wait(5)
+        return Done()
+
+    with ScriptedGateway(socket, wait_for_gate):
+        assert client.wait_connected(5)
+        open_requests = [client.submit(RELEASE, 10) for _ in range(2)]
+        with pytest.raises(GatewayUnavailable):
+            client.call(RELEASE, 10)
+        gate.set()
+        wait(open_requests, 5)
+        assert client.call(RELEASE, 5) == Done()
+    client.close()
+
+
+def test_close_settles_open_requests(client: GatewayClient, socket: Path) -> None:
+    """Closing fails what is in flight; later requests fail too, and closing again does nothing."""
+    with ScriptedGateway(socket, lambda _m: None):
+        assert client.wait_connected(5)
+        open_request = client.submit(RELEASE, 60)
+        client.close()
+        with pytest.raises(GatewayUnavailable):
+            open_request.result(5)
+        with pytest.raises(GatewayUnavailable):
+            client.submit(RELEASE, 60).result(5)
+        client.close()
+
+
+def test_coroutines_run_on_the_clients_loop(client: GatewayClient, socket: Path) -> None:
+    """A spawned coroutine may chain requests; its result comes back as a future."""
+
+    async def twice() -> list[Record]:
+        return [await client.request(RELEASE, 5), await client.request(RELEASE, 5)]
+
+    with ScriptedGateway(socket, answer_done):
+        assert client.wait_connected(5)
+        assert client.spawn(twice()).result(5) == [Done(), Done()]
+
+
+def test_many_requests_at_once_get_their_own_replies(client: GatewayClient, socket: Path) -> None:
+    """Replies are matched by id, from many threads."""
+    with ScriptedGateway(socket, lambda m: Acquired(end=m.first) if isinstance(m, Acquire) else Done()):
+        assert client.wait_connected(5)
+        futures = {n: client.submit(Acquire(lease=LEASE, first=n, last=n, deadline_ms=1), 10) for n in range(200)}
+        assert all(future.result(10) == Acquired(end=n) for n, future in futures.items())
