@@ -1,0 +1,39 @@
+"""The ``kvgate`` command: serve, status, config, address."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kvgate import __version__
+from kvgate.cli import address, config, serve, status
+
+_EPILOG = """\
+examples:
+  kvgate serve                      start the gateway with its defaults
+  kvgate status                     ask a running gateway how it is
+  kvgate config                     every setting, its value and where it came from
+  kvgate address --example > a.json && kvgate address a.json
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 used wrongly."""
+    parser = argparse.ArgumentParser(
+        prog="kvgate",
+        description="Cache gateway for LLM serving: a hit happens only when it is right.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    modules = {"serve": serve, "status": status, "config": config, "address": address}
+    for module in modules.values():
+        module.add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        return modules[args.command].run(args)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): not an error of ours.
+        sys.stderr.close()
+        return 0

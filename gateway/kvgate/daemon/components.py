@@ -1,0 +1,65 @@
+"""From full records to the digests that the daemon keeps: what a registration, an adapter or a request is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvgate.contract.digests import Kind, digest
+from kvgate.contract.encoding import encode
+from kvgate.contract.model import ModelContract, Numerics
+from kvgate.contract.plan import PartitionPlan
+from kvgate.contract.representation import Representation
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDigests:
+    """Digests of one model contract and of its parts, by the names a miss uses."""
+
+    model: bytes
+    base: bytes
+    adapter: bytes | None
+    rope: bytes
+    numerics: bytes
+    engine: bytes
+
+
+def digest_model(model: ModelContract) -> ModelDigests:
+    """Digest a contract once; ``base`` covers weights, architecture, quantisation and multimodal preprocessing."""
+    if isinstance(model.numerics, Numerics):
+        numerics, engine = model.numerics.without_engine(), model.numerics.engine.digest()
+    else:
+        numerics = engine = model.numerics.digest()
+    value = model.to_value()
+    parts = {name: value[name] for name in ("base", "architecture", "weight_quantization", "kv_quantization", "multimodal")}
+    return ModelDigests(
+        model=model.digest(),
+        base=digest(Kind.BASE, encode(parts)),
+        adapter=model.adapter.digest() if model.adapter else None,
+        rope=model.rope.digest(),
+        numerics=numerics,
+        engine=engine,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """A representation and a plan with their digests."""
+
+    representation: Representation
+    plan: PartitionPlan
+    representation_digest: bytes
+    layout: bytes
+    codec: bytes
+    plan_digest: bytes
+
+    @classmethod
+    def of(cls, representation: Representation, plan: PartitionPlan) -> StoredForm:
+        """Digest both."""
+        return cls(
+            representation,
+            plan,
+            representation.digest(),
+            representation.layout_digest(),
+            representation.codec_digest(),
+            plan.digest(),
+        )

@@ -1,0 +1,136 @@
+"""Leases: what one bound request holds. Opened empty by bind, added to by acquire, extend and reserve, released once.
+
+A lease token is 16 random bytes and a 16-byte MAC under the deployment's lease key, so that a made-up token is told from a stale one
+without looking anything up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from typing import Final
+
+from kvgate.contract.address import chunk_chain
+from kvgate.contract.digests import DIGEST_BYTES, keyed
+from kvgate.daemon.errors import Refused
+from kvgate.daemon.registry import Registration
+from kvgate.protocol.messages import LEASE_BYTES, MAX_CHUNKS
+from kvgate.storage.backend import Held
+from kvgate.storage.envelope import Components
+
+_ID_BYTES: Final = 16
+
+
+@dataclass(eq=False)
+class HeldChunk:
+    """One acquired chunk: per rectangle of the plan the hold and the payload digest its envelope vouches for."""
+
+    holds: tuple[Held, ...]
+    payload_digests: tuple[bytes, ...]
+
+
+@dataclass(eq=False)
+class Lease:
+    """One bound request. ``chunks`` are its chunk addresses in order; only they can be acquired or stored under it."""
+
+    token: bytes
+    session: int
+    registration: Registration
+    adapter: bytes | None
+    root: bytes
+    components: Components
+    chunks: list[bytes]
+    held: dict[int, HeldChunk] = field(default_factory=dict)
+    open_loads: int = 0
+    released: bool = False
+    probe: asyncio.Task[int] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def rectangles(self) -> int:
+        """Rectangles of the plan: a chunk is a hit only if each is there."""
+        return len(self.registration.form.plan.rectangles)
+
+    def extend(self, first: int, tokens: bytes) -> None:
+        """Append chunks that decoding filled. Repeating what is known is harmless; a gap or other tokens are refused."""
+        digests = split(tokens)
+        known = len(self.chunks)
+        if first > known:
+            raise Refused("malformed", f"the lease knows {known} chunks", field="first", remedy="extend without a gap")
+        if first + len(digests) > MAX_CHUNKS:
+            raise Refused("malformed", f"a request has at most {MAX_CHUNKS} chunks", field="tokens")
+        parent = self.chunks[first - 1] if first else self.root
+        chain = chunk_chain(parent, digests, first)
+        overlap = self.chunks[first : first + len(chain)]
+        if overlap != chain[: len(overlap)]:
+            raise Refused("malformed", "differs from what was bound", field="tokens", remedy="release the lease and bind again")
+        self.chunks.extend(chain[len(overlap) :])
+
+    def chunk(self, index: int) -> bytes:
+        """The address of one chunk; raises ``Refused`` beyond the lease."""
+        if not 0 <= index < len(self.chunks):
+            raise Refused("denied", f"the lease knows {len(self.chunks)} chunks", field="chunks", remedy="extend it first")
+        return self.chunks[index]
+
+
+class LeaseTable:
+    """All open leases, bounded."""
+
+    def __init__(self, key: bytes, max_leases: int) -> None:
+        self._key = key
+        self._max_leases = max_leases
+        self._leases: dict[bytes, Lease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(list(self._leases.values()))
+
+    def open(
+        self,
+        session: int,
+        registration: Registration,
+        adapter: bytes | None,
+        root: bytes,
+        components: Components,
+        tokens: bytes,
+    ) -> Lease:
+        """A new empty lease over the chunks of ``tokens``."""
+        if len(self._leases) >= self._max_leases:
+            raise Refused("busy", "too many requests are bound", remedy="raise max_leases, or release finished requests")
+        name = secrets.token_bytes(_ID_BYTES)
+        token = name + keyed(self._key, name)[: LEASE_BYTES - _ID_BYTES]
+        lease = Lease(token, session, registration, adapter, root, components, chunk_chain(root, split(tokens)))
+        self._leases[token] = lease
+        return lease
+
+    def find(self, token: bytes) -> Lease | None:
+        """The open lease of ``token``, None for one already gone; raises ``Refused`` for a token this deployment never made."""
+        if not compare_digest(token[_ID_BYTES:], keyed(self._key, token[:_ID_BYTES])[: LEASE_BYTES - _ID_BYTES]):
+            raise Refused("denied", "not a lease of this deployment", field="lease")
+        return self._leases.get(token)
+
+    def get(self, token: bytes) -> Lease:
+        """The open lease of ``token``; raises ``Refused`` otherwise."""
+        lease = self.find(token)
+        if lease is None or lease.released:
+            raise Refused("denied", "the lease is released or from before a restart", field="lease", remedy="bind again")
+        return lease
+
+    def of_session(self, session: int) -> list[Lease]:
+        """The leases that one connection opened."""
+        return [lease for lease in self._leases.values() if lease.session == session]
+
+    def remove(self, lease: Lease) -> None:
+        """Forget a lease whose holds were given back."""
+        lease.released = True
+        self._leases.pop(lease.token, None)
+
+
+def split(tokens: bytes) -> list[bytes]:
+    """A byte string of 32-byte digests as a list."""
+    return [tokens[at : at + DIGEST_BYTES] for at in range(0, len(tokens), DIGEST_BYTES)]

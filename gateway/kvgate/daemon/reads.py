@@ -1,0 +1,296 @@
+"""The read path: probe, acquire, load. A hit is a chunk whose every shard is held and whose every envelope vouches for it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+import structlog
+
+from kvgate.contract.address import shard_address
+from kvgate.daemon.errors import Refused
+from kvgate.daemon.leases import HeldChunk, Lease, LeaseTable
+from kvgate.daemon.metrics import Metrics
+from kvgate.daemon.pool_view import PoolView
+from kvgate.daemon.presence import PresenceIndex
+from kvgate.daemon.registry import Registration
+from kvgate.protocol.messages import LoadPlan, PayloadSlot
+from kvgate.storage.backend import Held, ObjectRef, StorageBackend, StorageUnavailable
+from kvgate.storage.envelope import ENVELOPE_BYTES, EnvelopeError, payload_digest_of
+
+log = structlog.get_logger(__name__)
+
+BATCH_CHUNKS: Final = 64
+"""Chunks acquired by one storage call: long enough to be quick, short enough to keep the loop free between two."""
+MAX_OPEN_LOADS: Final = 4096
+
+
+@dataclass(eq=False)
+class OpenLoad:
+    """A load a worker is copying from: its lease's holds stay until it is closed."""
+
+    session: int
+    lease: Lease
+    generation: int
+    chunks: dict[int, tuple[int, bytes]]  # chunk index → (rectangle, payload digest)
+
+
+class Reads:
+    """Probing, holding and handing out stored chunks."""
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        pool: PoolView,
+        presence: PresenceIndex,
+        leases: LeaseTable,
+        envelope_keys: tuple[bytes, ...],
+        metrics: Metrics,
+        *,
+        probe_s: float,
+        storage_s: float,
+    ) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._presence = presence
+        self._leases = leases
+        self._envelope_keys = envelope_keys
+        self._metrics = metrics
+        self._probe_s = probe_s
+        self._storage_s = storage_s
+        self._loads: dict[int, OpenLoad] = {}
+        self._tickets = count(1)
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def open_loads(self) -> int:
+        """How many loads are being copied."""
+        return len(self._loads)
+
+    def start_probe(self, lease: Lease, present: int) -> bool:
+        """Ask L2 in the background about chunks from ``present`` on; False where there is nothing to ask about."""
+        if present >= len(lease.chunks) or self._backend.pool is None:
+            return False
+        lease.probe = asyncio.create_task(self._probe(lease, present))
+        return True
+
+    async def _probe(self, lease: Lease, present: int) -> int:
+        """How many chunks from the first are present. One chunk is asked for first: most probes end there."""
+        try:
+            async with asyncio.timeout(self._probe_s):
+                step = 1
+                while present < len(lease.chunks):
+                    asked = range(present, min(present + step, len(lease.chunks)))
+                    refs = [ref for index in asked for ref in self._refs(lease, index)]
+                    found = await self._backend.probe(refs, self._probe_s)
+                    whole = self._note_found(lease, asked, found)
+                    present += whole
+                    if whole < len(asked):
+                        break
+                    step = BATCH_CHUNKS
+        except (StorageUnavailable, TimeoutError) as error:
+            self._metrics.storage_faults.labels("probe").inc()
+            log.warning("probe.failed", error=type(error).__name__)
+        return present
+
+    def _note_found(self, lease: Lease, asked: range, found: list[bool | None]) -> int:
+        wide = lease.rectangles
+        for at, index in enumerate(asked):
+            cells = found[at * wide : (at + 1) * wide]
+            for rectangle, there in enumerate(cells):
+                if there:
+                    self._presence.add(lease.chunks[index], rectangle)
+            if not all(cells):
+                return at
+        return len(asked)
+
+    async def acquire(self, lease: Lease, first: int, last: int, deadline_s: float) -> int:
+        """Hold chunks ``[first, end)`` and return ``end``. Idempotent; what is held already is kept."""
+        if last > len(lease.chunks) or first > last:
+            raise Refused("denied", f"the lease knows {len(lease.chunks)} chunks", field="last")
+        lease.registration.require_sealed()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + deadline_s
+        end = first
+        try:
+            async with asyncio.timeout_at(until):
+                await lease.lock.acquire()
+        except TimeoutError:
+            self._metrics.deadlines.labels("acquire").inc()
+            return end
+        try:
+            stop = min(last, await self._believed(lease, until - loop.time()))
+            while end < stop and not lease.released:
+                batch = min(stop, end + BATCH_CHUNKS)
+                # The storage call ends by its own deadline: cancelling it from here could leave holds behind.
+                reached = await self._acquire_batch(lease, end, batch, max(0.001, until - loop.time()))
+                complete, end = reached == batch, reached
+                if not complete:
+                    break
+        except StorageUnavailable:
+            self._metrics.storage_faults.labels("acquire").inc()
+        finally:
+            lease.lock.release()
+        return first if lease.released else end
+
+    async def _believed(self, lease: Lease, wait_s: float) -> int:
+        """How many chunks from the first are worth asking storage for, once the probe has ended or the wait is over."""
+        probe = lease.probe
+        if probe is not None:
+            await asyncio.wait({probe}, timeout=max(0.0, wait_s))
+            if probe.done() and not probe.cancelled():
+                return max(probe.result(), self._presence.contiguous(lease.chunks, lease.rectangles))
+        return self._presence.contiguous(lease.chunks, lease.rectangles)
+
+    async def _acquire_batch(self, lease: Lease, first: int, last: int, deadline_s: float) -> int:
+        wanted = [index for index in range(first, last) if index not in lease.held]
+        refs = [ref for index in wanted for ref in self._refs(lease, index)]
+        generation = self._pool.generation
+        got = await self._backend.acquire(refs, deadline_s) if refs else []
+        wide = lease.rectangles
+        spare: list[Held] = []
+        broken = last
+        for at, index in enumerate(wanted):
+            holds = got[at * wide : (at + 1) * wide]
+            usable = index < broken and not lease.released and generation == self._pool.generation
+            digests = self._vouched(lease, index, holds) if usable else None
+            if digests is None:
+                broken = min(broken, index)
+                spare.extend(hold for hold in holds if hold is not None)
+            else:
+                lease.held[index] = HeldChunk(tuple(hold for hold in holds if hold is not None), digests)
+                for hold in holds:
+                    self._metrics.acquired.labels(hold.tier if hold else "none").inc()
+        if spare:
+            await self._backend.release([hold.hold for hold in spare])
+        return broken
+
+    def _vouched(self, lease: Lease, index: int, holds: list[Held | None]) -> tuple[bytes, ...] | None:
+        """The payload digests of one chunk's shards where all are there and all envelopes are good; None is a miss."""
+        digests = []
+        for rectangle, (hold, ref) in enumerate(zip(holds, self._refs(lease, index), strict=True)):
+            if hold is None:
+                self._presence.discard(lease.chunks[index], rectangle)
+                return None
+            try:
+                header = self._pool.read_header(hold.slot)
+                payload_bytes = ref.object_bytes - ENVELOPE_BYTES
+                digests.append(payload_digest_of(self._envelope_keys, header, ref.address, payload_bytes))
+            except EnvelopeError as error:
+                log.error("envelope.refused", reason=str(error), tier=hold.tier)
+                self.quarantine(lease, index, rectangle, f"envelope_{error}")
+                return None
+        return tuple(digests)
+
+    async def load(self, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
+        """Where the payloads of acquired ``chunks`` lie for the worker that holds ``rectangle``."""
+        info = self._pool.info
+        if len(self._loads) >= MAX_OPEN_LOADS:
+            raise Refused("busy", "too many loads are open", remedy="finish some first")
+        slots, opened = [], {}
+        for index in chunks:
+            held = lease.held.get(index)
+            if held is None:
+                raise Refused("denied", "the lease does not hold a chunk", field="chunks", remedy="acquire it first")
+            slot, digest = held.holds[rectangle].slot, held.payload_digests[rectangle]
+            opened[index] = (rectangle, digest)
+            slots.append(
+                PayloadSlot(
+                    chunk=index,
+                    offset=slot.offset + ENVELOPE_BYTES,
+                    length=slot.object_bytes - ENVELOPE_BYTES,
+                    digest=digest,
+                )
+            )
+        ticket = next(self._tickets)
+        self._loads[ticket] = OpenLoad(session, lease, info.generation, opened)
+        lease.open_loads += 1
+        return LoadPlan(ticket=ticket, pool=info.name, pool_bytes=info.pool_bytes, slots=tuple(slots))
+
+    async def finish_load(self, session: int, ticket: int, mismatched: tuple[int, ...]) -> bool:
+        """Close a load. True: the holds lasted through the whole copy and the registration still stands."""
+        load = self._loads.get(ticket)
+        if load is None or load.session != session:
+            return False
+        del self._loads[ticket]
+        for index in mismatched:
+            if index not in load.chunks:
+                raise Refused("malformed", "names a chunk that was not loaded", field="mismatched")
+            log.error("payload.mismatch", chunk_index=index)
+            self.quarantine(load.lease, index, load.chunks[index][0], "payload_digest")
+        valid = load.generation == self._pool.generation and load.lease.registration.sealed
+        self._metrics.loads.labels("good" if valid and not mismatched else "bad").inc(len(load.chunks))
+        await self._close_load(load)
+        return valid
+
+    async def release(self, lease: Lease) -> None:
+        """Give everything back that ``lease`` holds; loads under way keep it until they are closed. Once, then nothing."""
+        if lease.released:
+            return
+        lease.released = True
+        if lease.probe is not None:
+            lease.probe.cancel()
+        if lease.open_loads == 0:
+            await self._free(lease)
+
+    async def drop_session(self, session: int) -> None:
+        """A connection is lost: its loads are closed, its leases released."""
+        for ticket, load in list(self._loads.items()):
+            if load.session == session:
+                del self._loads[ticket]
+                await self._close_load(load)
+        for lease in self._leases.of_session(session):
+            await self.release(lease)
+
+    def void(self) -> None:
+        """The pool is gone: no hold of it means anything any more."""
+        self._presence.clear()
+        for lease in self._leases:
+            lease.held.clear()
+
+    def quarantine(self, lease: Lease, index: int, rectangle: int, why: str) -> None:
+        """Remove an object that is not what its address says, from every tier, in the background."""
+        self._metrics.quarantined.labels(why).inc()
+        self._presence.discard(lease.chunks[index], rectangle)
+        ref = self._refs(lease, index)[rectangle]
+        task = asyncio.create_task(self._delete(ref))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _delete(self, ref: ObjectRef) -> None:
+        try:
+            await self._backend.delete([ref], self._storage_s)
+        except StorageUnavailable:
+            # It stays refused at every acquire: the envelope or the digest is checked each time.
+            self._metrics.storage_faults.labels("delete").inc()
+
+    async def _close_load(self, load: OpenLoad) -> None:
+        load.lease.open_loads -= 1
+        if load.lease.released and load.lease.open_loads == 0:
+            await self._free(load.lease)
+
+    async def _free(self, lease: Lease) -> None:
+        async with lease.lock:
+            holds = [hold.hold for chunk in lease.held.values() for hold in chunk.holds]
+            lease.held.clear()
+            self._leases.remove(lease)
+        if holds:
+            await self._backend.release(holds)
+
+    def _refs(self, lease: Lease, index: int) -> list[ObjectRef]:
+        return shard_refs(lease.registration, lease.chunks[index])
+
+
+def shard_refs(registration: Registration, chunk: bytes) -> list[ObjectRef]:
+    """The stored objects of one chunk, one a rectangle of the plan, in the plan's order."""
+    form = registration.form
+    return [
+        ObjectRef(
+            shard_address(chunk, rectangle),
+            ENVELOPE_BYTES + form.representation.payload_bytes(rectangle),
+            registration.domain,
+        )
+        for rectangle in form.plan.rectangles
+    ]

@@ -1,0 +1,269 @@
+"""Registrations: what the loaders of one engine start reported, sealed once all ranks agree.
+
+A registration belongs to (engine, generation). It is usable while every rank of its plan has a live session and nobody revoked it;
+a higher generation of the same engine revokes it for good. Handles are made with a key of the deployment, from the contracts and the
+engine's random bytes: nobody can guess one, and a restarted gateway gives the same engine the same handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvgate.contract.artifacts import ArtifactSet
+from kvgate.contract.digests import keyed
+from kvgate.contract.encoding import encode
+from kvgate.contract.errors import ContractError
+from kvgate.contract.model import ModelContract, NumericsClass
+from kvgate.contract.plan import PartitionPlan
+from kvgate.contract.representation import Representation
+from kvgate.daemon.components import ModelDigests, StoredForm, digest_model
+from kvgate.daemon.errors import Refused
+from kvgate.protocol.messages import RegisterWorker
+
+MAX_REGISTRATIONS: Final = 4096
+MAX_ADAPTERS: Final = 4096
+
+Rank = tuple[int, int]
+
+
+@dataclass(eq=False)
+class AdapterState:
+    """One adapter on one engine: its contract's digests, and which ranks confirmed having loaded exactly these files."""
+
+    digests: ModelDigests
+    confirmed: set[Rank] = field(default_factory=set)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(eq=False)
+class Registration:
+    """One engine start's sealed or sealing contract."""
+
+    engine: bytes
+    generation: int
+    handle: bytes
+    domain_key: bytes
+    domain: bytes
+    model: ModelContract
+    digests: ModelDigests
+    form: StoredForm
+    live: dict[Rank, int] = field(default_factory=dict)  # rank → session that reported it
+    adapters: OrderedDict[bytes, AdapterState] = field(default_factory=OrderedDict)
+    revoked: str = ""  # why it can issue nothing more; empty while it can
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the plan has."""
+        return self.form.plan.pipeline_parallel * self.form.plan.tensor_parallel
+
+    @property
+    def sealed(self) -> bool:
+        """All ranks have reported, agree and are connected."""
+        return not self.revoked and len(self.live) == self.ranks
+
+    def require_sealed(self) -> None:
+        """Raise ``Refused`` unless the registration may load and commit now."""
+        if self.revoked:
+            raise Refused("revoked", f"the registration was revoked: {self.revoked}", remedy="register again after loading")
+        if not self.sealed:
+            missing = self.ranks - len(self.live)
+            raise Refused("unsealed", f"{missing} of {self.ranks} ranks have not registered", remedy="start all workers")
+
+    def model_of(self, adapter: bytes | None) -> ModelDigests:
+        """Digests of the contract with ``adapter`` (its artifact set's digest) or with none."""
+        if adapter is None:
+            return self.digests
+        return self.adapter(adapter).digests
+
+    def adapter(self, adapter: bytes) -> AdapterState:
+        """The adapter's state; raises ``Refused`` for one that was never registered here."""
+        state = self.adapters.get(adapter)
+        if state is None:
+            raise Refused("denied", "unknown adapter", field="adapter", remedy="send RegisterAdapter first")
+        self.adapters.move_to_end(adapter)
+        return state
+
+    def adapter_confirmed(self, adapter: bytes) -> bool:
+        """Whether every rank has confirmed it."""
+        return self.adapter(adapter).confirmed >= self.live.keys() and self.sealed
+
+    def add_adapter(self, adapter: ArtifactSet) -> bytes:
+        """Make the adapter known, provisionally; returns its digest."""
+        key = adapter.digest()
+        if key not in self.adapters:
+            if len(self.adapters) >= MAX_ADAPTERS:
+                self.adapters.popitem(last=False)
+            contract = dataclasses.replace(self.model, adapter=adapter)
+            self.adapters[key] = AdapterState(digest_model(contract))
+        self.adapters.move_to_end(key)
+        return key
+
+    def confirm_adapter(self, rank: Rank, adapter: ArtifactSet) -> None:
+        """Note that ``rank`` really loaded these files."""
+        state = self.adapters[self.add_adapter(adapter)]
+        state.confirmed.add(rank)
+        state.changed.set()
+        state.changed = asyncio.Event()
+
+    async def wait_adapter(self, adapter: bytes, wait_s: float) -> None:
+        """Return once every rank has confirmed ``adapter``; raises ``Refused`` after ``wait_s``."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self.adapter_confirmed(adapter):
+                    self.require_sealed()
+                    await self.adapter(adapter).changed.wait()
+        except TimeoutError:
+            raise Refused(
+                "adapter",
+                "not every rank has loaded these adapter files",
+                remedy="the request is recomputed; see docs/adapters",
+            ) from None
+
+
+class Registry:
+    """All registrations of this gateway."""
+
+    def __init__(self, handle_key: bytes, chunk_tokens: int, codec: str, classes: frozenset[str]) -> None:
+        self._handle_key = handle_key
+        self._chunk_tokens = chunk_tokens
+        self._codec = codec
+        self._classes = classes
+        self._by_handle: dict[bytes, Registration] = {}
+        self._newest: dict[bytes, int] = {}  # engine → highest generation seen
+
+    def __iter__(self) -> Iterator[Registration]:
+        return iter(self._by_handle.values())
+
+    def __len__(self) -> int:
+        return len(self._by_handle)
+
+    def report(self, report: RegisterWorker, session: int, domain_key: bytes, domain: bytes) -> Registration:
+        """One rank's report. Raises ``Refused``; a rank that disagrees with the others revokes the registration for all."""
+        self._check(report)
+        if report.generation < self._newest.get(report.engine, 0):
+            raise Refused("revoked", "the engine has loaded newer weights since", field="generation")
+        registration = self._find(report.engine, report.generation, domain)
+        if registration is None:
+            registration = self._open(report, domain_key, domain)
+        else:
+            self._require_agreement(registration, report)
+        rank = (report.pp_rank, report.tp_rank)
+        registration.live[rank] = session
+        return registration
+
+    def by_handle(self, handle: bytes) -> Registration:
+        """Look a handle up; raises ``Refused`` where it is unknown."""
+        registration = self._by_handle.get(handle)
+        if registration is None:
+            # After a gateway restart the workers come back by themselves; a forged handle gets the same words.
+            raise Refused(
+                "unsealed", "no worker has registered under this handle", field="handle", remedy="wait for the workers"
+            )
+        return registration
+
+    def revoke(self, registration: Registration, why: str) -> None:
+        """The registration can issue nothing more. Idempotent."""
+        if not registration.revoked:
+            registration.revoked = why
+            for state in registration.adapters.values():
+                state.changed.set()
+
+    def drop_session(self, session: int) -> None:
+        """A connection is gone: its ranks are missing again; a registration without any rank is forgotten."""
+        for handle, registration in list(self._by_handle.items()):
+            gone = [rank for rank, owner in registration.live.items() if owner == session]
+            for rank in gone:
+                del registration.live[rank]
+                for state in registration.adapters.values():
+                    state.confirmed.discard(rank)
+            if gone and not registration.live:
+                self.revoke(registration, "all workers are gone")
+                del self._by_handle[handle]
+                if not any(other.engine == registration.engine for other in self._by_handle.values()):
+                    # A fixed engine id may be used again by the next start, which counts from zero.
+                    self._newest.pop(registration.engine, None)
+
+    def _find(self, engine: bytes, generation: int, domain: bytes) -> Registration | None:
+        for registration in self._by_handle.values():
+            if (registration.engine, registration.generation, registration.domain) == (engine, generation, domain):
+                return registration
+        return None
+
+    def _open(self, report: RegisterWorker, domain_key: bytes, domain: bytes) -> Registration:
+        if len(self._by_handle) >= MAX_REGISTRATIONS:
+            raise Refused("busy", "too many engines are registered", remedy="stop engines that are not in use")
+        for other in self._by_handle.values():
+            if other.engine == report.engine and other.generation < report.generation:
+                self.revoke(other, "the engine loaded its weights anew")
+        self._newest[report.engine] = report.generation
+        while len(self._newest) > 4 * MAX_REGISTRATIONS:
+            del self._newest[next(iter(self._newest))]
+        digests = digest_model(report.model)
+        form = StoredForm.of(report.representation, report.plan)
+        named = [report.engine, report.generation, domain, digests.model, form.representation_digest, form.plan_digest]
+        handle = keyed(self._handle_key, encode(named))
+        registration = Registration(report.engine, report.generation, handle, domain_key, domain, report.model, digests, form)
+        self._by_handle[handle] = registration
+        return registration
+
+    def _require_agreement(self, registration: Registration, report: RegisterWorker) -> None:
+        registration_parts = (registration.model, registration.form.representation, registration.form.plan)
+        for name, mine, theirs in zip(
+            ("model", "representation", "plan"),
+            registration_parts,
+            (report.model, report.representation, report.plan),
+            strict=True,
+        ):
+            if mine != theirs:
+                self.revoke(registration, f"its ranks disagree about the {name}")
+                raise Refused(
+                    "disagree", "this rank differs from the other ranks", field=name, remedy="load one model on all ranks"
+                )
+        if registration.revoked:
+            registration.require_sealed()
+
+    def _check(self, report: RegisterWorker) -> None:
+        plan, representation = report.plan, report.representation
+        if report.model.adapter is not None:
+            raise Refused("malformed", "a worker registers its base model", field="model.adapter", remedy="give null")
+        if representation.chunk_tokens != self._chunk_tokens:
+            raise Refused(
+                "malformed", f"this gateway's chunks have {self._chunk_tokens} tokens", field="representation.chunk_tokens"
+            )
+        if representation.codec != self._codec:
+            raise Refused("malformed", f"this gateway stores codec {self._codec}", field="representation.codec")
+        if self._chunk_tokens % report.block_tokens:
+            raise Refused(
+                "malformed",
+                f"blocks of {report.block_tokens} tokens do not divide chunks of {self._chunk_tokens}",
+                field="block_tokens",
+                remedy="set the engine's --block-size to a divisor, or the gateway's chunk_tokens to a multiple",
+            )
+        if len(representation.groups) != 1:
+            raise Refused("malformed", "models with several KV groups are not supported", field="representation.groups")
+        if not plan.rectangles_of(report.pp_rank, report.tp_rank):
+            raise Refused("malformed", "the plan gives this rank nothing", field="pp_rank")
+        self._check_geometry(plan, representation)
+        numerics = report.model.numerics
+        if isinstance(numerics, NumericsClass) and numerics.name not in self._classes:
+            raise Refused(
+                "denied",
+                "this engine class is not declared at the gateway",
+                field="model.numerics.name",
+                remedy="add it to numerics_classes in the gateway's configuration",
+            )
+
+    def _check_geometry(self, plan: PartitionPlan, representation: Representation) -> None:
+        sizes = [(group.layers, group.kv_heads) for group in representation.groups]
+        if sizes != [(extent.layers, extent.kv_heads) for extent in plan.extents]:
+            raise Refused("malformed", "plan and representation disagree about layers or heads", field="plan.extents")
+        for rectangle in plan.rectangles:
+            try:
+                representation.payload_bytes(rectangle)
+            except ContractError as error:
+                raise Refused("malformed", error.problem, field=f"plan.{error.field}", remedy=error.remedy) from error

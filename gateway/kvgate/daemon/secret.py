@@ -1,0 +1,80 @@
+"""The deployment secret: 32 random bytes, made on first start, mode 0600; every key of the deployment is derived from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvgate.contract.digests import Kind, digest
+
+_FORM = re.compile(r"kvgate-secret-v1 ([0-9a-f]{64})\n")
+
+
+class SecretError(Exception):
+    """The secret file can't be used; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DeploymentKeys:
+    """Keys of one deployment; never logged."""
+
+    secret: bytes
+
+    @property
+    def envelope(self) -> bytes:
+        """Key of the MAC in every envelope."""
+        return digest(Kind.ENVELOPE_KEY, self.secret)
+
+    @property
+    def handle(self) -> bytes:
+        """Key from which registration handles are made."""
+        return digest(Kind.HANDLE_KEY, self.secret)
+
+    @property
+    def lease(self) -> bytes:
+        """Key of the MAC in every lease."""
+        return digest(Kind.LEASE_KEY, self.secret)
+
+
+def load_or_create(path: Path) -> DeploymentKeys:
+    """Read the secret, or make it where there is none. Two gateways that start at once end up with the same one."""
+    if not path.exists():
+        _create(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise SecretError(f"deployment secret {path}: {error.strerror}; it must be a plain file") from error
+    with os.fdopen(descriptor, "rb") as file:
+        mode = os.fstat(file.fileno())
+        if not stat.S_ISREG(mode.st_mode) or mode.st_uid != os.geteuid() or mode.st_mode & 0o077:
+            raise SecretError(f"deployment secret {path}: must be yours and closed to others; run: chmod 600 {path}")
+        text = file.read(4096).decode("ascii", errors="replace")
+    match = _FORM.fullmatch(text)
+    if not match:
+        raise SecretError(
+            f"deployment secret {path}: not a kvgate secret; restore it from a backup, or move it away to start afresh"
+        )
+    return DeploymentKeys(bytes.fromhex(match[1]))
+
+
+def _create(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(f"kvgate-secret-v1 {secrets.token_hex(32)}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
+        # link, not rename: a secret that another process has just put there must not be replaced.
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise SecretError(f"deployment secret {path}: can't create it: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

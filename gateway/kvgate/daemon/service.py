@@ -1,0 +1,277 @@
+"""What each control message does. One method a message; transport, framing and tasks are ``server.py``'s."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import structlog
+
+from kvgate import __version__
+from kvgate.config import Config
+from kvgate.contract.record import Record
+from kvgate.contract.request import RequestDescriptor
+from kvgate.daemon.errors import Refused
+from kvgate.daemon.leases import Lease, LeaseTable
+from kvgate.daemon.metrics import Metrics
+from kvgate.daemon.policy import Domain, Policy
+from kvgate.daemon.presence import PresenceIndex
+from kvgate.daemon.reads import Reads
+from kvgate.daemon.registry import Rank, Registration, Registry
+from kvgate.daemon.writers import Writer
+from kvgate.daemon.writes import Writes
+from kvgate.protocol import messages
+from kvgate.protocol.versions import SCHEMA_VERSIONS, WIRE_VERSIONS, Range, VersionMismatch, negotiate
+from kvgate.storage.envelope import Components
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Session:
+    """One connection: who it is and what it registered."""
+
+    id: int
+    pid: int
+    role: str = ""
+    domain: Domain | None = None
+    registration: Registration | None = None
+    rank: Rank = (0, 0)
+    rectangle: int = 0
+    writer: Writer | None = None
+
+
+Handler = Callable[[Session, Any], Awaitable[Record]]
+
+
+class Service:
+    """The gateway's answer to every message."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        registry: Registry,
+        leases: LeaseTable,
+        presence: PresenceIndex,
+        reads: Reads,
+        writes: Writes,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._registry = registry
+        self._leases = leases
+        self._presence = presence
+        self._reads = reads
+        self._writes = writes
+        self._metrics = metrics
+        self._boot = secrets.token_bytes(messages.TOKEN_BYTES)
+        self._session_ids = count(1)
+        self._handlers: dict[type[Record], Handler] = {
+            messages.RegisterWorker: self._register_worker,
+            messages.OpenEngine: self._open_engine,
+            messages.RegisterAdapter: self._register_adapter,
+            messages.ConfirmAdapter: self._confirm_adapter,
+            messages.Revoke: self._revoke,
+            messages.Bind: self._bind,
+            messages.Acquire: self._acquire,
+            messages.Extend: self._extend,
+            messages.Release: self._release,
+            messages.Load: self._load,
+            messages.FinishLoad: self._finish_load,
+            messages.Reserve: self._reserve,
+            messages.Commit: self._commit,
+        }
+
+    def open_session(self, pid: int) -> Session:
+        """A connection was accepted from process ``pid`` (0: in a PID namespace that can't be seen from here)."""
+        return Session(next(self._session_ids), pid)
+
+    async def answer(self, session: Session, message: Record) -> Record:
+        """The reply to one message; raises ``Refused``."""
+        if isinstance(message, messages.Hello):
+            return self._hello(session, message)
+        if session.domain is None:
+            raise Refused("malformed", "the first message must be Hello", field="type", remedy="send Hello")
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise Refused("malformed", "is a reply, not a request", field="type")
+        return await handler(session, message)
+
+    async def close_session(self, session: Session) -> None:
+        """The connection is lost: holds are given back, reservations wait for the process to commit, abort or end."""
+        self._registry.drop_session(session.id)
+        await self._reads.drop_session(session.id)
+        if session.writer is not None:
+            self._writes.writers.leave(session.writer)
+            session.writer = None
+
+    def _hello(self, session: Session, hello: messages.Hello) -> messages.Welcome:
+        if session.domain is not None:
+            raise Refused("malformed", "Hello was sent already", field="type")
+        try:
+            wire = negotiate("wire", Range.of(WIRE_VERSIONS), Range(hello.wire_lowest, hello.wire_highest))
+            schema = negotiate("schema", Range.of(SCHEMA_VERSIONS), Range(hello.schema_lowest, hello.schema_highest))
+        except VersionMismatch as error:
+            raise Refused("version", str(error), field="wire or schema", remedy="upgrade the older side") from error
+        session.domain = self._policy.domain_of(hello.credential)
+        session.role = hello.role
+        return messages.Welcome(
+            build=f"kvgate {__version__}",
+            wire=wire,
+            schema=schema,
+            boot=self._boot,
+            chunk_tokens=self._config.chunk_tokens,
+            codec=self._config.codec,
+        )
+
+    async def _register_worker(self, session: Session, report: messages.RegisterWorker) -> Record:
+        domain = self._domain(session)
+        if session.role != "worker":
+            raise Refused("denied", "only workers register", field="role", remedy="say role worker in Hello")
+        if session.writer is None:
+            session.writer = self._writes.writers.join(session.pid)
+        registration = self._registry.report(report, session.id, domain.key, domain.id)
+        session.registration = registration
+        session.rank = (report.pp_rank, report.tp_rank)
+        session.rectangle = registration.form.plan.rectangles_of(*session.rank)[0]
+        log.info(
+            "worker.registered",
+            pp_rank=report.pp_rank,
+            tp_rank=report.tp_rank,
+            generation=report.generation,
+            sealed=registration.sealed,
+            model=registration.digests.model.hex()[:16],
+        )
+        missing = registration.ranks - len(registration.live)
+        return messages.Registered(handle=registration.handle, sealed=registration.sealed, missing_ranks=missing)
+
+    async def _open_engine(self, session: Session, message: messages.OpenEngine) -> Record:
+        registration = self._registration(session, message.handle)
+        registration.require_sealed()
+        domain = self._domain(session)
+        return messages.Opened(
+            domain=domain.id,
+            token_key=domain.token_key,
+            salt_key=domain.salt_key,
+            chunk_tokens=self._config.chunk_tokens,
+        )
+
+    async def _register_adapter(self, session: Session, message: messages.RegisterAdapter) -> Record:
+        registration = self._registration(session, message.handle)
+        adapter = registration.add_adapter(message.adapter)
+        return messages.AdapterRegistered(adapter=adapter, confirmed=registration.adapter_confirmed(adapter))
+
+    async def _confirm_adapter(self, session: Session, message: messages.ConfirmAdapter) -> Record:
+        self._worker(session).confirm_adapter(session.rank, message.adapter)
+        return messages.Done()
+
+    async def _revoke(self, session: Session, message: messages.Revoke) -> Record:
+        registration = self._registration(session, message.handle)
+        self._registry.revoke(registration, "weights were changed in place")
+        log.info("registration.revoked", model=registration.digests.model.hex()[:16])
+        return messages.Done()
+
+    async def _bind(self, session: Session, bind: messages.Bind) -> Record:
+        registration = self._registration(session, bind.handle)
+        registration.require_sealed()
+        domain = self._domain(session)
+        access = self._policy.access_of(domain, bind).digest()
+        variant = self._policy.variant_of(bind).digest()
+        model, form = registration.model_of(bind.adapter), registration.form
+        root = RequestDescriptor(
+            model=model.model,
+            representation=form.representation_digest,
+            plan=form.plan_digest,
+            access=access,
+            variant=variant,
+        ).root()
+        components = Components(
+            base=model.base,
+            adapter=model.adapter,
+            rope=model.rope,
+            numerics=model.numerics,
+            engine=model.engine,
+            payload_layout=form.layout,
+            codec=form.codec,
+            plan=form.plan_digest,
+            access=access,
+            variant=variant,
+        )
+        lease = self._leases.open(session.id, registration, bind.adapter, root, components, bind.tokens)
+        present = self._presence.contiguous(lease.chunks, lease.rectangles)
+        self._metrics.bound_chunks.labels("known").inc(present)
+        self._metrics.bound_chunks.labels("unknown").inc(len(lease.chunks) - present)
+        probing = self._reads.start_probe(lease, present)
+        return messages.Bound(lease=lease.token, present=present, probing=probing, addresses=b"".join(lease.chunks))
+
+    async def _acquire(self, session: Session, message: messages.Acquire) -> Record:
+        lease = self._own_lease(session, message.lease)
+        end = await self._reads.acquire(lease, message.first, message.last, message.deadline_ms / 1000)
+        return messages.Acquired(end=end)
+
+    async def _extend(self, session: Session, message: messages.Extend) -> Record:
+        lease = self._own_lease(session, message.lease)
+        lease.extend(message.first, message.tokens)
+        return messages.Extended(chunks=len(lease.chunks))
+
+    async def _release(self, session: Session, message: messages.Release) -> Record:
+        lease = self._leases.find(message.lease)
+        if lease is not None and lease.session == session.id:
+            await self._reads.release(lease)
+        return messages.Done()
+
+    async def _load(self, session: Session, message: messages.Load) -> Record:
+        lease = await self._worker_lease(session, message.lease)
+        return await self._reads.load(session.id, lease, session.rectangle, message.chunks)
+
+    async def _finish_load(self, session: Session, message: messages.FinishLoad) -> Record:
+        return messages.LoadVerdict(valid=await self._reads.finish_load(session.id, message.ticket, message.mismatched))
+
+    async def _reserve(self, session: Session, message: messages.Reserve) -> Record:
+        lease = await self._worker_lease(session, message.lease)
+        return await self._writes.reserve(self._writer(session), lease, session.rectangle, message.chunks)
+
+    async def _commit(self, session: Session, message: messages.Commit) -> Record:
+        return messages.Committed(visible=await self._writes.commit(self._writer(session), message.written, message.aborted))
+
+    def _domain(self, session: Session) -> Domain:
+        assert session.domain is not None, "answer() lets nothing but Hello through before"
+        return session.domain
+
+    def _registration(self, session: Session, handle: bytes) -> Registration:
+        """The registration behind a handle; a handle of another domain is as good as unknown."""
+        registration = self._registry.by_handle(handle)
+        if registration.domain != self._domain(session).id:
+            raise Refused("denied", "the handle belongs to another domain", field="handle")
+        return registration
+
+    def _worker(self, session: Session) -> Registration:
+        if session.registration is None:
+            raise Refused("denied", "this connection has registered no worker", remedy="send RegisterWorker first")
+        return session.registration
+
+    def _writer(self, session: Session) -> Writer:
+        self._worker(session)
+        assert session.writer is not None, "set when the worker registered"
+        return session.writer
+
+    def _own_lease(self, session: Session, token: bytes) -> Lease:
+        lease = self._leases.get(token)
+        if lease.session != session.id:
+            raise Refused("denied", "the lease belongs to another connection", field="lease")
+        return lease
+
+    async def _worker_lease(self, session: Session, token: bytes) -> Lease:
+        """A lease that this worker may load from and store to now: of its own registration, sealed, adapter confirmed."""
+        registration, lease = self._worker(session), self._leases.get(token)
+        if lease.registration is not registration:
+            raise Refused("denied", "the lease belongs to another engine", field="lease")
+        registration.require_sealed()
+        if lease.adapter is not None:
+            await registration.wait_adapter(lease.adapter, self._config.adapter_wait_s)
+        return lease

@@ -1,0 +1,146 @@
+"""The write path: reserve, then commit or abort. The envelope is written by the gateway; visible only after commit."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from kvgate.contract.digests import SCHEMA
+from kvgate.daemon.leases import Lease
+from kvgate.daemon.metrics import Metrics
+from kvgate.daemon.pool_view import PoolView
+from kvgate.daemon.presence import PresenceIndex
+from kvgate.daemon.reads import shard_refs
+from kvgate.daemon.writers import OpenWrite, Writer, Writers
+from kvgate.protocol.messages import Reserved, ReservedSlot, WrittenPayload
+from kvgate.storage.backend import Refusal, Reservation, StorageBackend, StorageUnavailable
+from kvgate.storage.envelope import ENVELOPE_BYTES, Envelope, seal
+
+log = structlog.get_logger(__name__)
+
+
+class Writes:
+    """Reserving slots for workers and making what they wrote visible."""
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        pool: PoolView,
+        presence: PresenceIndex,
+        envelope_key: bytes,
+        metrics: Metrics,
+        storage_s: float,
+    ) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._presence = presence
+        self._envelope_key = envelope_key
+        self._metrics = metrics
+        self._storage_s = storage_s
+        self._background: set[asyncio.Task[None]] = set()
+        self.writers = Writers(self._writer_exited)
+
+    async def reserve(self, writer: Writer, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> Reserved:
+        """Slots for this worker's shard of each chunk; what is resident already, busy or does not fit is skipped by name."""
+        self.writers.require_room(writer, len(chunks))
+        addresses = [lease.chunk(index) for index in chunks]
+        refs = [shard_refs(lease.registration, chunk)[rectangle] for chunk in addresses]
+        info = self._pool.info
+        got = await self._backend.reserve(refs, self._storage_s)
+        slots = []
+        for index, chunk, ref, result in zip(chunks, addresses, refs, got, strict=True):
+            if isinstance(result, Refusal):
+                self._metrics.reserved.labels(result.value).inc()
+                if result is Refusal.RESIDENT:
+                    self._presence.add(chunk, rectangle)
+                slots.append(ReservedSlot(chunk=index, status=result.value, reservation=0, offset=0, length=0))
+                continue
+            self._metrics.reserved.labels("slot").inc()
+            payload_bytes = ref.object_bytes - ENVELOPE_BYTES
+            self.writers.add(
+                writer,
+                OpenWrite(
+                    result.reservation,
+                    result.slot,
+                    lease.registration,
+                    chunk,
+                    rectangle,
+                    ref.address,
+                    payload_bytes,
+                    lease.components,
+                ),
+            )
+            slots.append(
+                ReservedSlot(
+                    chunk=index,
+                    status="slot",
+                    reservation=result.reservation,
+                    offset=result.slot.offset + ENVELOPE_BYTES,
+                    length=payload_bytes,
+                )
+            )
+        if writer.exited or info.generation != self._pool.generation:
+            await self._undo(writer, got)
+            raise StorageUnavailable("the pool changed while slots were reserved")
+        return Reserved(pool=info.name, pool_bytes=info.pool_bytes, slots=tuple(slots))
+
+    async def commit(self, writer: Writer, written: tuple[WrittenPayload, ...], aborted: tuple[int, ...]) -> int:
+        """Seal and publish ``written``, drop ``aborted``; returns how many are visible now."""
+        self.writers.require_open(writer, [item.reservation for item in written] + list(aborted))
+        dropped = [self.writers.take(writer, reservation).reservation for reservation in aborted]
+        ready: list[OpenWrite] = []
+        for item in written:
+            write = self.writers.take(writer, item.reservation)
+            if write.registration.revoked:
+                dropped.append(write.reservation)
+                continue
+            self._pool.write_header(write.slot, seal(self._envelope_key, self._envelope(write, item.digest)))
+            ready.append(write)
+        if dropped:
+            await self._backend.abort(dropped, self._storage_s)
+            self._metrics.committed.labels("aborted").inc(len(dropped))
+        if not ready:
+            return 0
+        done = await self._backend.commit([write.reservation for write in ready], self._storage_s)
+        for write, visible in zip(ready, done, strict=True):
+            if visible:
+                self._presence.add(write.chunk, write.rectangle)
+                self._metrics.payload_bytes.labels("stored").inc(write.payload_bytes)
+        self._metrics.committed.labels("visible").inc(sum(done))
+        self._metrics.committed.labels("lost").inc(len(done) - sum(done))
+        return sum(done)
+
+    def void(self) -> None:
+        """The pool is gone, and all reservations in it."""
+        self.writers.void()
+
+    @staticmethod
+    def _envelope(write: OpenWrite, payload_digest: bytes) -> Envelope:
+        return Envelope(
+            schema=SCHEMA,
+            address=write.address,
+            payload_bytes=write.payload_bytes,
+            payload_digest=payload_digest,
+            components=write.components,
+        )
+
+    async def _undo(self, writer: Writer, got: list[Reservation | Refusal]) -> None:
+        opened = [result.reservation for result in got if isinstance(result, Reservation)]
+        for reservation in opened:
+            writer.writes.pop(reservation, None)
+        await self._backend.abort(opened, self._storage_s)
+
+    def _writer_exited(self, writes: list[OpenWrite]) -> None:
+        log.info("writer.exited", open_writes=len(writes))
+        task = asyncio.create_task(self._abort([write.reservation for write in writes]))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _abort(self, reservations: list[int]) -> None:
+        try:
+            await self._backend.abort(reservations, self._storage_s)
+            self._metrics.committed.labels("aborted").inc(len(reservations))
+        except StorageUnavailable:
+            # The slots stay closed to everybody until the storage process restarts: memory lost, never bytes mixed.
+            self._metrics.storage_faults.labels("abort").inc()
