@@ -1,0 +1,135 @@
+"""One request bound at the gateway: its lease, what of it is present, and the one bounded acquire before a load.
+
+The scheduler's thread starts things and looks at the results; the waiting happens on the client's loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, cast
+
+from kvgate.client import GatewayRefused, GatewayUnavailable
+from kvgate.protocol.messages import Acquire, Acquired, Bind, Bound, Extend, Extended, Release
+from kvgate_vllm.session import CALL_S, AdapterBinding, Open, Session, ask
+
+if TYPE_CHECKING:
+    from kvgate_vllm.state import Adapter
+
+LOGGER: Final = logging.getLogger("vllm.kvgate")
+
+MAX_ACQUIRES: Final = 4
+"""Acquires of one lookup: a new one is needed only when vLLM's local hit shrank below what was acquired."""
+ACQUIRE_MARGIN_S: Final = 1.0
+LOST: Final = ("denied", "revoked", "unsealed")
+"""Refusals that mean: this lease or registration is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquisition:
+    """One acquire under way or done."""
+
+    first: int
+    last: int
+    reply: Future[int]
+
+
+class Binding:
+    """A bind, and the lease that came of it. Valid while ``session`` still has the same opening."""
+
+    def __init__(self, session: Session, opened: Open, adapter: Adapter | None, salt: bytes | None, tokens: list[bytes]) -> None:
+        self._session = session
+        self.opened = opened
+        self._released = False
+        self.lease: bytes | None = None
+        self.adapter: AdapterBinding | None = None
+        self.known = 0
+        self.present = 0
+        self.probing = False
+        self._extending = False
+        self._acquires: list[Acquisition] = []
+        self.done: Future[None] = session.client.spawn(self._bind(adapter, salt, tokens))
+
+    @property
+    def lost(self) -> bool:
+        """Bind failed, or the lease is of an earlier opening."""
+        failed = self.done.done() and self.lease is None
+        return failed or self._session.current() is not self.opened
+
+    @property
+    def may_hit(self) -> bool:
+        """Whether the gateway knows, or is finding out about, any chunk of this request."""
+        return self.probing or self.present > 0
+
+    def acquire(self, first: int, last: int, deadline_s: float) -> Acquisition | None:
+        """The acquire that covers ``first``, started if there is none. None: no more are allowed."""
+        for acquisition in self._acquires:
+            if acquisition.first <= first:
+                return acquisition
+        if self.lease is None or len(self._acquires) >= MAX_ACQUIRES:
+            return None
+        message = Acquire(lease=self.lease, first=first, last=last, deadline_ms=max(1, int(deadline_s * 1000)))
+        made = Acquisition(first, last, self._session.client.spawn(self._acquire(message, deadline_s + ACQUIRE_MARGIN_S)))
+        self._acquires.append(made)
+        return made
+
+    def forget_acquires(self) -> None:
+        """The request was preempted: the next lookup acquires anew."""
+        self._acquires.clear()
+
+    def extend(self, tokens: list[bytes]) -> None:
+        """Tell the gateway the ``t`` of the chunks from ``known`` on; ``known`` grows when it has answered."""
+        if self.lease is None or self._extending or self.lost:
+            return
+        self._extending = True
+        self._session.client.spawn(self._extend(Extend(lease=self.lease, first=self.known, tokens=b"".join(tokens))))
+
+    def release(self) -> None:
+        """Give the lease back, now or as soon as it is known. Once."""
+        if not self._released:
+            self._released = True
+            if self.lease is not None:
+                self._session.client.submit(Release(lease=self.lease), CALL_S)
+
+    async def _bind(self, adapter: Adapter | None, salt: bytes | None, tokens: list[bytes]) -> None:
+        try:
+            if adapter is not None:
+                self.adapter = await self._session.register_adapter(self.opened, adapter.digest, adapter.artifacts)
+            message = Bind(
+                handle=self.opened.handle,
+                adapter=self.adapter.digest if self.adapter else None,
+                salt=salt,
+                scope="prefix",
+                scope_key=None,
+                manifest=None,
+                tokens=b"".join(tokens),
+            )
+            bound = cast(Bound, await ask(self._session.client, message))
+        except (GatewayRefused, GatewayUnavailable) as error:
+            self._note(error)
+            return
+        self.present, self.probing, self.known = bound.present, bound.probing, len(tokens)
+        self.lease = bound.lease
+        if self._released:
+            self._session.client.submit(Release(lease=bound.lease), CALL_S)
+
+    async def _acquire(self, message: Acquire, wait_s: float) -> int:
+        try:
+            return cast(Acquired, await self._session.client.request(message, wait_s)).end
+        except (GatewayRefused, GatewayUnavailable) as error:
+            self._note(error)
+            return message.first
+
+    async def _extend(self, message: Extend) -> None:
+        try:
+            self.known = cast(Extended, await self._session.client.request(message, CALL_S)).chunks
+        except (GatewayRefused, GatewayUnavailable) as error:
+            self._note(error)
+        finally:
+            self._extending = False
+
+    def _note(self, error: GatewayRefused | GatewayUnavailable) -> None:
+        LOGGER.debug("kvgate: %s", error)
+        if isinstance(error, GatewayRefused) and error.code in LOST:
+            self._session.reopen(self.opened)

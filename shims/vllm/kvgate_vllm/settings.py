@@ -1,0 +1,103 @@
+"""The connector's settings: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``, checked by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvgate.config import default_endpoint
+
+MAX_CREDENTIAL_BYTES: Final = 1024
+PLUGIN_KEYS: Final = ("adapter_snapshot_dir", "adapter_snapshot_max_bytes", "adapter_snapshot_max_count", "adapter_max_bytes")
+"""Read by the plugin, not here."""
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; the message names it and says what is accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings:
+    """All settings, with their defaults. Each deadline bounds what a request can lose to the gateway; after it the request is a miss.
+
+    endpoint: unix socket of the gateway. credential_file: file whose content names the isolation domain; none: the gateway's default.
+    async_load: restore in the background while the engine runs other requests; the engine may force it (see ``loads_in_background``).
+    async_save: store in the background. numerics_class: an engine class declared equivalent at the gateway; none: strict.
+    bind_ms, acquire_ms: patience for the lookup and for bringing chunks to memory. load_ms, store_ms: for each message of a transfer.
+    register_ms: how long the start of the engine waits for the gateway. grace_ms: how long one step may wait for a lookup that is nearly done
+    instead of asking again in the next step. save_queue_ops: background stores waiting at a time; more are skipped. drain_ms: how long a
+    stop waits for them. report: tell the client of a request how many tokens were restored (``kv_transfer_params``).
+    """
+
+    endpoint: str = ""
+    credential_file: str = ""
+    async_load: bool = True
+    async_save: bool = True
+    numerics_class: str = ""
+    bind_ms: float = 50.0
+    acquire_ms: float = 1000.0
+    load_ms: float = 5000.0
+    store_ms: float = 5000.0
+    register_ms: float = 3000.0
+    grace_ms: float = 1.0
+    save_queue_ops: int = 64
+    drain_ms: float = 5000.0
+    report: bool = True
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
+        """Settings from the extra config; raises ``SettingsError``."""
+        fields = cls.__dataclass_fields__
+        values: dict[str, Any] = {}
+        for name, value in extra.items():
+            if name in PLUGIN_KEYS:
+                continue
+            if name not in fields:
+                raise SettingsError(f"kv_connector_extra_config.{name}: unknown; known are {', '.join(sorted((*fields, *PLUGIN_KEYS)))}")
+            values[name] = _checked(name, value, fields[name].default)
+        return cls(**values)
+
+    def socket_path(self) -> str:
+        """The endpoint, or where a gateway of this user listens by default."""
+        return self.endpoint or default_endpoint()
+
+    def credential(self) -> bytes | None:
+        """The credential file's content without the line end; None without a file. Raises ``SettingsError``."""
+        if not self.credential_file:
+            return None
+        try:
+            with Path(self.credential_file).open("rb") as file:
+                content = file.read(MAX_CREDENTIAL_BYTES + 2).rstrip(b"\r\n")
+        except OSError as error:
+            raise SettingsError(f"kv_connector_extra_config.credential_file: {error.strerror}") from error
+        if not 1 <= len(content) <= MAX_CREDENTIAL_BYTES:
+            raise SettingsError(f"kv_connector_extra_config.credential_file: must hold 1 to {MAX_CREDENTIAL_BYTES} bytes")
+        return content
+
+
+def _checked(name: str, value: Any, default: Any) -> Any:
+    where = f"kv_connector_extra_config.{name}"
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise SettingsError(f"{where}: must be true or false")
+    elif isinstance(default, str):
+        if not isinstance(value, str):
+            raise SettingsError(f"{where}: must be text")
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3_600_000:
+        raise SettingsError(f"{where}: must be a number above zero, at most 3600000")
+    elif isinstance(default, int) and not isinstance(value, int):
+        raise SettingsError(f"{where}: must be a whole number")
+    return value
+
+
+def loads_in_background(wanted: bool, vllm_config: Any) -> bool:
+    """Whether loads have to run between steps, whatever was asked for.
+
+    With several steps in flight (asynchronous scheduling, pipeline parallelism) vLLM has scheduled the next step of a request before it hears
+    that a load inside the previous one failed, and then takes that step's token, computed on wrong KV, for good. A load between steps ends
+    before its request is scheduled at all.
+    """
+    ahead = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
+    return wanted or bool(ahead)

@@ -1,0 +1,257 @@
+"""What one engine's plugin knows, in one process: its weights, its weight epoch, its adapters, its scope provider.
+
+``engine_state(vllm_config)`` finds it. Hooks write to it; the connector reads it and registers callbacks. Nothing here imports
+vLLM or talks to the gateway. Reasons are short English sentences without names, paths or tokens: they may be shown.
+
+For the connector: ``weights``, ``weight_epoch``, ``on_weights_changed``, ``set_scope_provider``, ``adapter_of``,
+``uncacheable_reason``, ``loaded_adapter``, ``on_adapter_loaded``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from kvgate_vllm.adapters import AdapterSnapshots
+
+CONNECTOR_NAME: Final = "KVGateConnector"
+LOGGER: Final = logging.getLogger("vllm.kvgate")
+"""Below vLLM's own logger, so that its handlers and level apply."""
+
+PIN: Final = "_kvgate_pin"
+"""Attribute of vLLM's ``Request`` that holds its ``RequestPin``."""
+
+MAX_ENGINES: Final = 64
+MAX_LOADED_ADAPTERS: Final = 4096
+MAX_SCOPE_BYTES: Final = 64
+
+_DEFAULT_SCOPE: Final = (b"kvgate default domain", b"ordinary")
+
+ScopeProvider: TypeAlias = Callable[[Any], tuple[bytes, bytes]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One file a loader opened: what it was opened as, its size, and the BLAKE3-256 of its bytes."""
+
+    role: str
+    size_bytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """What the loader of this process opened. ``reason`` None: cacheable. ``generation`` grows with every change."""
+
+    artifacts: tuple[Artifact, ...]
+    reason: str | None
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The adapter a request is bound to: key of its bytes, its files, and the integer id under which the engine loads it."""
+
+    digest: bytes
+    artifacts: tuple[Artifact, ...]
+    int_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """What a worker really opened for ``int_id``. ``digest`` is None, with a ``reason``, where that could not be established."""
+
+    int_id: int
+    digest: bytes | None
+    artifacts: tuple[Artifact, ...]
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPin:
+    """What was decided about a request before vLLM hashed its first block. ``extra`` (32 bytes) is part of every block hash."""
+
+    extra: bytes
+    epoch: int
+    adapter: Adapter | None
+    reason: str | None
+
+
+class EngineState:
+    """One engine in one process. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._weights = WeightsReport((), "no covered loader has loaded weights in this process", 0)
+        self._epoch = 0
+        self._scope: ScopeProvider | None = None
+        self._loaded: OrderedDict[int, LoadedAdapter] = OrderedDict()
+        self._logged: set[str] = set()
+        self._model: weakref.ref[Any] | None = None
+        self.on_weights_changed: list[Callable[[WeightsReport], None]] = []
+        self.on_adapter_loaded: list[Callable[[LoadedAdapter], None]] = []
+        self.adapters: AdapterSnapshots | None = None
+        """Set by ``attach_scheduler``: the snapshots this engine's requests are bound to."""
+
+    # Weights
+
+    def weights(self) -> WeightsReport:
+        """The newest report of the loader in this process."""
+        with self._lock:
+            return self._weights
+
+    def weight_epoch(self) -> int:
+        """Counts the times weights may have changed under a live engine; part of every local block hash."""
+        with self._lock:
+            return self._epoch
+
+    def weights_loaded(self, artifacts: tuple[Artifact, ...], reason: str | None) -> None:
+        """A loader finished: record what it opened and tell the connector."""
+        with self._lock:
+            self._weights = WeightsReport(artifacts, reason, self._weights.generation + 1)
+            report = self._weights
+        if reason is not None:
+            self.log_once(reason)
+        _call(self.on_weights_changed, report)
+
+    def weights_revoked(self, reason: str) -> None:
+        """Something is about to write weights: nothing is cacheable until a covered loader has hashed files again."""
+        with self._lock:
+            self._epoch += 1
+            already = self._weights.reason == reason
+            self._weights = WeightsReport((), reason, self._weights.generation + 1)
+            report = self._weights
+        if not already:
+            LOGGER.warning("kvgate: caching stopped: %s", reason)
+            _call(self.on_weights_changed, report)
+
+    def bump_epoch(self) -> None:
+        """After a weight change: what was hashed while it ran must not be shared with what comes after."""
+        with self._lock:
+            self._epoch += 1
+
+    def remember_model(self, model: Any) -> None:
+        """Keep a weak reference to the loaded model, for ``describe_engine``."""
+        self._model = weakref.ref(model)
+
+    def model(self) -> Any | None:
+        """The model this process loaded, while it lives."""
+        return None if self._model is None else self._model()
+
+    # Requests
+
+    def set_scope_provider(self, provider: ScopeProvider) -> None:
+        """``provider(request) -> (domain, variant)``, each 1 to 64 bytes; asked once a request, must not block."""
+        with self._lock:
+            self._scope = provider
+
+    def scope_of(self, request: Any) -> tuple[bytes, bytes]:
+        """Domain and variant of a request under construction. Raises ``ValueError`` for an answer of the wrong form."""
+        provider = self._scope
+        if provider is None:
+            return _DEFAULT_SCOPE
+        domain, variant = provider(request)
+        for value in (domain, variant):
+            if not isinstance(value, bytes) or not 1 <= len(value) <= MAX_SCOPE_BYTES:
+                raise ValueError(f"a scope part must be 1 to {MAX_SCOPE_BYTES} bytes")
+        return domain, variant
+
+    def adapter_of(self, request: Any) -> Adapter | None:
+        """The adapter pinned to ``request``, or None (no adapter, or one that could not be pinned: see the reason)."""
+        pin = pin_of(request)
+        return None if pin is None else pin.adapter
+
+    def uncacheable_reason(self, request: Any) -> str | None:
+        """Why ``request`` must be neither looked up nor stored, or None. Changes to a reason when weights change under it."""
+        from kvgate_vllm.describe import request_reason
+
+        pin = pin_of(request)
+        if pin is None:
+            return "the request did not come through the engine core"
+        if pin.reason is not None:
+            return pin.reason
+        if pin.epoch != self.weight_epoch():
+            return "weights changed after the request arrived"
+        return request_reason(request)
+
+    # Adapters in a worker
+
+    def adapter_loaded(self, loaded: LoadedAdapter) -> None:
+        """A worker loaded an adapter: record it and tell the connector."""
+        with self._lock:
+            self._loaded[loaded.int_id] = loaded
+            self._loaded.move_to_end(loaded.int_id)
+            while len(self._loaded) > MAX_LOADED_ADAPTERS:
+                self._loaded.popitem(last=False)
+        if loaded.reason is not None:
+            self.log_once(loaded.reason)
+        _call(self.on_adapter_loaded, loaded)
+
+    def loaded_adapter(self, int_id: int) -> LoadedAdapter | None:
+        """What this process last loaded under ``int_id``."""
+        with self._lock:
+            return self._loaded.get(int_id)
+
+    def log_once(self, reason: str) -> None:
+        """Say once why something is not cached."""
+        with self._lock:
+            if reason in self._logged:
+                return
+            self._logged.add(reason)
+        LOGGER.warning("kvgate: not cached: %s", reason)
+
+
+def _call(callbacks: list[Callable[[T], None]], value: T) -> None:
+    for callback in list(callbacks):
+        try:
+            callback(value)
+        except Exception:
+            # The engine must not fail because a cache could not be told; the state itself already holds the truth.
+            LOGGER.exception("kvgate: a callback failed")
+
+
+_registry_lock = threading.Lock()
+_states: OrderedDict[str, EngineState] = OrderedDict()
+
+
+def is_active(vllm_config: Any) -> bool:
+    """Whether this engine is configured with our connector, alone or inside a MultiConnector."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is None:
+        return False
+    if transfer.kv_connector == CONNECTOR_NAME:
+        return True
+    if transfer.kv_connector != "MultiConnector":
+        return False
+    children = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
+    return any(isinstance(child, dict) and child.get("kv_connector") == CONNECTOR_NAME for child in children)
+
+
+def engine_state(vllm_config: Any) -> EngineState:
+    """The state of the engine that ``vllm_config`` belongs to, made on first use. Bounded: the oldest is forgotten."""
+    key = str(vllm_config.instance_id)
+    with _registry_lock:
+        state = _states.get(key)
+        if state is None:
+            state = _states[key] = EngineState()
+            while len(_states) > MAX_ENGINES:
+                _states.popitem(last=False)
+        return state
+
+
+def active_state(vllm_config: Any) -> EngineState | None:
+    """``engine_state`` for an engine with our connector, else None: what every hook asks first."""
+    return engine_state(vllm_config) if is_active(vllm_config) else None
+
+
+def pin_of(request: Any) -> RequestPin | None:
+    """The pin of a request, or None."""
+    pin = getattr(request, PIN, None)
+    return pin if isinstance(pin, RequestPin) else None
