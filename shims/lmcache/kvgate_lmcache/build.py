@@ -1,0 +1,96 @@
+"""Builds the StorageManager from our settings. The only file that knows LMCache's configuration classes."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvgate.storage.lmcache_settings import TMP_PREFIX, ProcessSettings
+from kvgate.storage.pool import PoolError, allocate_pool, pool_path
+
+from .internals import HostingError, Internals
+
+# LMCache hands an open reservation on, and lets a read lock lapse, after these times. With 10^9 s neither happens.
+NEVER_S = 10**9
+
+_FOLDER_ADAPTERS = ("fs", "fs_native")
+# These change what comes back, or only make sense for keys LMCache made itself.
+_REFUSED_FIELDS = ("serde", "affinity_tag")
+
+
+def build_manager(settings: ProcessSettings) -> Any:
+    """A running StorageManager with its pool in /dev/shm. Raises ``HostingError`` with the cause and the remedy."""
+    from lmcache.v1.distributed.config import (
+        EvictionConfig,
+        L1ManagerConfig,
+        L1MemoryManagerConfig,
+        StorageManagerConfig,
+    )
+    from lmcache.v1.distributed.storage_manager import StorageManager
+
+    adapters = _adapter_configs(settings)
+    config = StorageManagerConfig(
+        l1_manager_config=L1ManagerConfig(
+            memory_config=L1MemoryManagerConfig(size_in_bytes=settings.pool_bytes, use_lazy=False, shm_name=settings.pool_name),
+            write_ttl_seconds=NEVER_S,
+            read_ttl_seconds=NEVER_S,
+        ),
+        eviction_config=EvictionConfig("LRU", settings.evict_watermark, settings.evict_ratio),
+        l2_adapter_config=adapters,
+        prefetch_policy="retain",  # "default" drops what it fetched from L1 with the first release
+        prefetch_max_in_flight=settings.fetches_in_flight,
+    )
+    try:
+        return StorageManager(config)
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
+        raise HostingError(f"LMCache does not start: {type(error).__name__}: {error}") from error
+
+
+def own_pool(settings: ProcessSettings, internals: Internals) -> int:
+    """Back the new pool with memory, lock it as ours, and return its descriptor. Raises ``HostingError``."""
+    if internals.pool_name != settings.pool_name:
+        raise HostingError("LMCache gave its pool another name than it was told")
+    try:
+        fd = os.open(pool_path(settings.pool_name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        status = os.fstat(fd)
+        if status.st_size != settings.pool_bytes or status.st_mode & 0o077:
+            raise HostingError("LMCache made the pool with another size or mode than it was told")
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        allocate_pool(fd, settings.pool_bytes)
+    except (OSError, PoolError) as error:
+        raise HostingError(f"the pool cannot be used: {error}") from error
+    return fd
+
+
+def _adapter_configs(settings: ProcessSettings) -> Any:
+    """Our list of dicts, through LMCache's own parser, so that it means there what it means on its command line."""
+    from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+
+    specs = [json.dumps(_adapter_spec(dict(spec), settings)) for spec in settings.l2_adapters]
+    try:
+        return parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=specs))
+    except (ImportError, TypeError, ValueError) as error:
+        raise HostingError(f"an L2 adapter is not usable: {error}") from error
+
+
+def _adapter_spec(spec: dict[str, Any], settings: ProcessSettings) -> Mapping[str, Any]:
+    refused = [name for name in _REFUSED_FIELDS if name in spec]
+    if refused:
+        raise HostingError(f"L2 adapter option {refused[0]!r} is not supported: objects must come back as they were stored")
+    if spec.get("type") not in _FOLDER_ADAPTERS:
+        return spec
+    folder = Path(str(spec.get("base_path") or ""))
+    if not folder.is_absolute():
+        raise HostingError("an L2 folder must be given as an absolute base_path")
+    if spec["type"] == "fs_native":
+        return spec
+    # LMCache would write <object>.tmp beside the object: two processes on one folder would write the same file, and what a
+    # kill left behind could not be told from what another host is writing.
+    spec.setdefault("relative_tmp_dir", TMP_PREFIX + settings.start_id)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return spec

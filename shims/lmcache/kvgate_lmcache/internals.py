@@ -1,0 +1,51 @@
+"""Every name of LMCache 0.5.6 that kvgate uses without LMCache having published it, in one place.
+
+``check_version`` refuses any other release: these names, and the meaning of each call in ``ops.py`` and ``l2.py``, were read
+and tested against exactly that one.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+PINNED = "0.5.6"
+
+
+class HostingError(Exception):
+    """LMCache cannot be hosted here; the text says why and what to do."""
+
+
+def check_version() -> None:
+    """Raise ``HostingError`` unless LMCache 0.5.6 (or a local build of it) is installed."""
+    try:
+        found = metadata.version("lmcache")
+    except metadata.PackageNotFoundError as error:
+        raise HostingError(
+            f"LMCache is not installed in this environment: install lmcache=={PINNED}, or use the memory backend"
+        ) from error
+    if found != PINNED and not found.startswith(PINNED + "+"):
+        raise HostingError(f"LMCache {found} is installed, kvgate hosts {PINNED} only: install lmcache=={PINNED}")
+
+
+class Internals:
+    """The unpublished parts of one StorageManager. Raises ``HostingError`` if one is missing."""
+
+    def __init__(self, manager: Any) -> None:
+        try:
+            self.l1: Any = manager._l1_manager
+            self.pool_name: str = self.l1._memory_manager._allocator.shm_name.lstrip("/")
+            self.eviction_policy: Any = manager._eviction_controller._eviction_policy
+            self.store_controller: Any = manager._store_controller
+            self._objects: dict[Any, Any] = self.l1._objects
+            self.process_new_keys: Any = self.store_controller._process_new_keys
+        except AttributeError as error:
+            raise HostingError(f"LMCache {PINNED} lacks {error.name or error}, which kvgate uses") from error
+
+    def resident(self, key: Any) -> bool:
+        """Whether a committed object of that key is in L1."""
+        return key in self._objects
+
+    def resident_count(self) -> int:
+        """How many committed objects are in L1."""
+        return len(self._objects)

@@ -1,0 +1,103 @@
+"""Asks the L2 adapters whether they have an object, without reading it.
+
+LMCache's own way in (a prefetch) loads what it finds. One level lower each adapter has ``submit_lookup_and_lock_task`` and
+``query_lookup_and_lock_result``: `EXISTS` on Redis, a `stat` on a folder. The lock it takes there is given back at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvgate.storage.backend import ObjectRef
+
+from .clock import Deadline
+from .keys import layout, object_key
+
+# An adapter that hangs must not collect unanswered questions without end.
+_MAX_ABANDONED = 256
+_POLL_S = (0.0002, 0.0005, 0.001, 0.002, 0.005)
+
+
+@dataclass(slots=True)
+class _Question:
+    """One lookup task under way at one adapter, for the refs at ``places`` of the call."""
+
+    adapter: Any
+    task: int
+    keys: list[Any]
+    places: list[int]
+
+    def answer(self) -> list[bool] | None:
+        """What the adapter has, its locks given back; None: no answer yet."""
+        bitmap = self.adapter.query_lookup_and_lock_result(self.task)
+        if bitmap is None:
+            return None
+        found = [bool(bitmap.test(index)) for index in range(len(self.keys))]
+        locked = [key for key, has in zip(self.keys, found, strict=True) if has]
+        if locked:
+            self.adapter.submit_unlock(locked)
+        return found
+
+
+class L2Lookup:
+    """Existence in L2. Questions left unanswered at a deadline are followed up by ``sweep``, so that no lock stays."""
+
+    def __init__(self, adapters: Callable[[], Sequence[Any]]) -> None:
+        self._adapters = adapters
+        self._lock = threading.Lock()
+        self._abandoned: list[_Question] = []
+
+    @property
+    def abandoned(self) -> int:
+        """Questions without an answer whose caller has gone."""
+        return len(self._abandoned)
+
+    def exists(self, refs: Sequence[ObjectRef], deadline: Deadline) -> list[bool | None]:
+        """Per ref: some adapter has it, no adapter has it, or None if not every adapter answered in time."""
+        if self.abandoned > _MAX_ABANDONED:
+            return [None] * len(refs)
+        open_questions = self._ask(refs)
+        found = [False] * len(refs)
+        pause = 0
+        while open_questions:
+            still_open = []
+            for question in open_questions:
+                answer = question.answer()
+                if answer is None:
+                    still_open.append(question)
+                    continue
+                for place, has in zip(question.places, answer, strict=True):
+                    found[place] = found[place] or has
+            open_questions = still_open
+            if not open_questions or deadline.passed():
+                break
+            time.sleep(min(_POLL_S[min(pause, len(_POLL_S) - 1)], deadline.left_s()))
+            pause += 1
+        unsure = {place for question in open_questions for place in question.places}
+        if open_questions:
+            with self._lock:
+                self._abandoned.extend(open_questions)
+        return [True if has else None if place in unsure else False for place, has in enumerate(found)]
+
+    def sweep(self) -> bool:
+        """Take late answers and give their locks back; whether questions are still open."""
+        with self._lock:
+            self._abandoned = [question for question in self._abandoned if question.answer() is None]
+            return bool(self._abandoned)
+
+    def _ask(self, refs: Sequence[ObjectRef]) -> list[_Question]:
+        by_size: dict[int, list[int]] = defaultdict(list)
+        for place, ref in enumerate(refs):
+            by_size[ref.object_bytes].append(place)
+        questions = []
+        for object_bytes, places in by_size.items():
+            keys = [object_key(refs[place]) for place in places]
+            for adapter in self._adapters():
+                task = adapter.submit_lookup_and_lock_task(keys, {0: layout(object_bytes)})
+                questions.append(_Question(adapter, task, keys, places))
+        return questions

@@ -1,0 +1,204 @@
+"""Watches what LMCache does with L2 on its own: which stores are pending, which failed, which loads found damage.
+
+LMCache answers a commit before the object is in L2 and tells a failure only as an event on a bus that drops events when it
+is full. So this stands in the two calls by which its store controller hands objects to an adapter and hears back, and
+in the two of its prefetch controller: exact, per object, and a dictionary operation each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import structlog
+from lmcache.v1.distributed.internal_api import L1ManagerListener
+
+from .clock import Deadline
+
+_MAX_DAMAGED = 4096
+_LOG_EVERY_S = 10.0
+
+_log = structlog.get_logger(__name__)
+
+
+class L2Watch(L1ManagerListener):
+    """Counters and pending sets of L2 traffic. Thread-safe; callbacks of LMCache only count and never call back."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queued: Counter[Any] = Counter()  # committed, not yet handed to an adapter
+        self._storing: Counter[Any] = Counter()  # handed to an adapter, no answer yet
+        self._stores: dict[tuple[int, int], list[Any]] = {}
+        self._loads: dict[tuple[int, int], list[Any]] = {}
+        self._damaged: deque[tuple[Any, Any]] = deque(maxlen=_MAX_DAMAGED)
+        self._has_l2 = False
+        self._next_log = Deadline(0.0)
+        self.stored_objects = 0
+        self.failed_objects = 0
+        self.lost_objects = 0
+        self.load_failed_objects = 0
+        self.on_change: Callable[[], None] = lambda: None
+
+    def attach(self, l1: Any, store_controller: Any, adapters: Iterable[Any]) -> None:
+        """Start watching. Before the first commit, or pending stores are missed."""
+        l1.register_listener(self)
+        process = store_controller._process_new_keys
+
+        def process_and_tell(keys: list[Any]) -> None:
+            try:
+                process(keys)
+            finally:
+                self._taken(keys)
+
+        store_controller._process_new_keys = process_and_tell
+        for adapter in adapters:
+            self._has_l2 = True
+            self._watch_stores(adapter)
+            self._watch_loads(adapter)
+
+    def pending(self, key: Any) -> bool:
+        """Whether a committed object is still on its way to L2."""
+        with self._changed:
+            return key in self._queued or key in self._storing
+
+    def pending_count(self) -> int:
+        """How many objects are on their way to L2."""
+        with self._changed:
+            return len(self._queued.keys() | self._storing.keys())
+
+    def wait_idle(self, keys: Iterable[Any] | None, deadline: Deadline) -> bool:
+        """Wait until none of ``keys`` (None: nothing at all) is on its way to L2; False if the deadline came first."""
+        wanted = None if keys is None else set(keys)
+
+        def idle() -> bool:
+            if wanted is None:
+                return not self._queued and not self._storing
+            return not any(key in self._queued or key in self._storing for key in wanted)
+
+        with self._changed:
+            return self._changed.wait_for(idle, timeout=deadline.left_s())
+
+    def has_damaged(self) -> bool:
+        """Whether ``take_damaged`` would return something."""
+        return bool(self._damaged)
+
+    def take_damaged(self) -> list[tuple[Any, Any]]:
+        """(adapter, key) of objects an adapter said it has and could not load whole, since the last call."""
+        with self._changed:
+            taken = list(self._damaged)
+            self._damaged.clear()
+        return taken
+
+    # LMCache's listener interface; called under the L1 manager's lock.
+
+    def on_l1_keys_write_finished(self, keys: list[Any]) -> None:
+        """A commit: the store controller will hear of these keys too."""
+        if self._has_l2:
+            with self._changed:
+                self._queued.update(keys)
+
+    def on_l1_keys_reserved_read(self, keys: list[Any]) -> None:
+        """Not watched."""
+
+    def on_l1_keys_read_finished(self, keys: list[Any]) -> None:
+        """Not watched."""
+
+    def on_l1_keys_reserved_write(self, keys: list[Any]) -> None:
+        """Not watched."""
+
+    def on_l1_keys_finish_write_and_reserve_read(self, keys: list[Any]) -> None:
+        """Not watched: a fetched object is not stored again."""
+
+    def on_l1_keys_deleted_by_manager(self, keys: list[Any]) -> None:
+        """Not watched."""
+
+    def on_l1_keys_accessed(self, keys: list[Any]) -> None:
+        """Not watched."""
+
+    def _taken(self, keys: list[Any]) -> None:
+        with self._changed:
+            _subtract(self._queued, keys)
+            # Evicted before the controller could read them: committed, and never in L2.
+            lost = sum(key not in self._storing for key in keys)
+            self.lost_objects += lost
+            self._changed.notify_all()
+        self._tell("l2_store_lost", lost)
+        self.on_change()
+
+    def _watch_stores(self, adapter: Any) -> None:
+        submit, pop = adapter.submit_store_task, adapter.pop_completed_store_tasks
+
+        def submit_and_note(keys: list[Any], objects: list[Any]) -> int:
+            task: int = submit(keys, objects)
+            with self._changed:
+                self._stores[id(adapter), task] = list(keys)
+                self._storing.update(keys)
+            return task
+
+        def pop_and_note() -> dict[int, Any]:
+            completed: dict[int, Any] = pop()
+            failed = 0
+            with self._changed:
+                for task, result in completed.items():
+                    keys = self._stores.pop((id(adapter), task), [])
+                    _subtract(self._storing, keys)
+                    if result.is_successful():
+                        self.stored_objects += len(keys)
+                    else:
+                        failed += len(keys)  # LMCache knows only that some object of the task failed
+                self.failed_objects += failed
+                self._changed.notify_all()
+            self._tell("l2_store_failed", failed)
+            self.on_change()
+            return completed
+
+        adapter.submit_store_task = submit_and_note
+        adapter.pop_completed_store_tasks = pop_and_note
+
+    def _watch_loads(self, adapter: Any) -> None:
+        submit, query = adapter.submit_load_task, adapter.query_load_result
+
+        def submit_and_note(keys: list[Any], objects: list[Any]) -> int:
+            task: int = submit(keys, objects)
+            with self._changed:
+                self._loads[id(adapter), task] = list(keys)
+            return task
+
+        def query_and_note(task: int) -> Any:
+            result = query(task)
+            if result is None:
+                return None
+            with self._changed:
+                keys = self._loads.pop((id(adapter), task), [])
+                failed = [key for index, key in enumerate(keys) if not result.test(index)]
+                self.load_failed_objects += len(failed)
+                self._damaged.extend((adapter, key) for key in failed)
+            self._tell("l2_load_failed", len(failed))
+            if failed:
+                self.on_change()
+            return result
+
+        adapter.submit_load_task = submit_and_note
+        adapter.query_load_result = query_and_note
+
+    def _tell(self, event: str, objects: int) -> None:
+        """Log a failure, at most one line in ten seconds: a dead L2 fails every object."""
+        if objects and self._next_log.passed():
+            self._next_log = Deadline(_LOG_EVERY_S)
+            _log.warning(
+                event,
+                objects=objects,
+                failed_total=self.failed_objects,
+                lost_total=self.lost_objects,
+                load_failed_total=self.load_failed_objects,
+            )
+
+
+def _subtract(counter: Counter[Any], keys: Iterable[Any]) -> None:
+    for key in keys:
+        if counter[key] <= 1:
+            del counter[key]
+        else:
+            counter[key] -= 1
