@@ -1,0 +1,79 @@
+"""Starts and stops a real gateway for a demonstration."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KVGATE = ROOT / ".venv" / "gateway" / "bin" / "kvgate"
+MODEL = ROOT / "tests" / "models" / "docs-llama-7m"
+START_S = 60.0
+STOP_S = 30.0
+
+
+class DemoError(Exception):
+    """The demonstration can't go on; the message says what to do."""
+
+
+class Gateway:
+    """`kvgate serve` with the LMCache backend, its state in one folder and its data in another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state_dir = folder / "state"
+        self.data_dir = folder / "data"
+        self.log = folder / "gateway.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """The control socket."""
+        return str(self.state_dir / "gateway.sock")
+
+    def start(self) -> float:
+        """Start it and wait until it is ready; returns the seconds that took."""
+        if not KVGATE.exists():
+            raise DemoError("the gateway's environment is not set up: run `make demo`, not this file")
+        started = time.monotonic()
+        flags = ["--backend", "lmcache", "--pool-bytes", "256MiB"]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [KVGATE, "serve", "--state-dir", self.state_dir, "--data-dir", self.data_dir, *flags],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        while not Path(self.endpoint).exists():
+            if self._process.poll() is not None or time.monotonic() - started > START_S:
+                raise DemoError(f"the gateway did not start; its log:\n{self.log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.05)
+        return time.monotonic() - started
+
+    def stop(self) -> None:
+        """Stop it as Ctrl-C would, and wait until it is gone."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise DemoError(f"the gateway did not stop in {STOP_S:.0f} s; see {self.log}") from None
+        self._process = None
+
+
+def vllm_environment() -> dict[str, str]:
+    """The environment for vLLM on a CPU without a network."""
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
