@@ -14,6 +14,8 @@ GATEWAY_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 export PYTHON KVGATE_TORCH_INDEX PYTEST_ARGS
+# Mojo's tools report usage otherwise.
+export MODULAR_TELEMETRY_ENABLED := 0
 
 GATEWAY_STAMP := .venv/.gateway.stamp
 VLLM_STAMP := .venv/.vllm.stamp
