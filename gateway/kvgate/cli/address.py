@@ -186,11 +186,11 @@ def _load(data: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ContractError(_shown(twice), "is given twice in one object", "keep one")
+    value: dict[str, Any] = {}
+    for name, item in pairs:
+        if name in value:
+            raise ContractError(_shown(name), "is given twice in one object", "keep one")
+        value[name] = item
     return value
 
 
@@ -224,7 +224,7 @@ def _check_geometry(plan: PartitionPlan, representation: Representation) -> None
 def _token_digests(value: dict[str, Any], chunk_tokens: int, access: Access) -> tuple[tuple[bytes, ...], int]:
     key = _token_key(value, access)
     if ("tokens" in value) == ("token_digests" in value):
-        raise ContractError("tokens", "or token_digests must be given", "one of the two")
+        raise ContractError("tokens", "or token_digests: exactly one must be given")
     if "token_digests" in value:
         for name in ("extras", "domain_key", "token_key"):
             if name in value:
