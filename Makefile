@@ -23,7 +23,7 @@ SETUP_INPUTS := pyproject.toml requirements/torch.txt tools/setup_env.py
 GATEWAY_PYTHON := .venv/gateway/bin/python
 VLLM_PYTHON := .venv/vllm/bin/python
 
-.PHONY: help env-gateway env-vllm envs gateway demo test test-full bench bench-kernels kernels lint format lock clean distclean
+.PHONY: help env-gateway env-vllm envs gateway demo test test-full bench bench-kernels kernels wheel lint format lock clean distclean
 
 help: ## List the targets and the variables
 	@echo "Targets:"
@@ -71,6 +71,9 @@ bench-kernels: $(GATEWAY_STAMP) kernels ## Measure the Mojo kernels against torc
 
 kernels: $(GATEWAY_STAMP) ## Build the Mojo kernels
 	@$(GATEWAY_PYTHON) kernels/build.py
+
+wheel: kernels ## Build the wheel, compiled kernels included, into dist/
+	@$(GATEWAY_PYTHON) -m hatchling build -t wheel
 
 lint: $(GATEWAY_STAMP) ## Check style, format and types
 	@tools/lint.sh
