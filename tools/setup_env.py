@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -110,8 +112,12 @@ def fingerprint(environment: str) -> str:
     """Digest of everything that decides what the environment holds."""
     digest = hashlib.sha256()
     lists = ["torch.txt", f"{environment}.txt", f"{environment}.in"]
-    for path in [*(REQUIREMENTS / name for name in lists), ROOT / "pyproject.toml"]:
-        digest.update(path.read_bytes() + b"\0")
+    for name in lists:
+        digest.update((REQUIREMENTS / name).read_bytes() + b"\0")
+    # Of pyproject.toml only what an install depends on: a changed lint rule is no reason to set up again.
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    installed = [pyproject["build-system"], pyproject["project"], pyproject["tool"]["hatch"]]
+    digest.update(json.dumps(installed, sort_keys=True).encode())
     digest.update(f"{sys.version_info[:2]}|{TORCH_INDEX}|{ROOT}".encode())
     return digest.hexdigest()
 
