@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from blake3 import blake3
 
+from kvgate_kernels.cpu import CpuBackend, backend_name
 from kvgate_kernels.geometry import GeometryError, PageGeometry, PayloadGeometry
 from kvgate_kernels.moves import CheckedMove, ChunkMove, NonFiniteValues, check_moves
+from kvgate_kernels.native import TARGETS, NativeUnavailable, load_cpu_library
 from kvgate_kernels.pages import PageSet, check_pages
 from kvgate_kernels.reference import pack_chunk, unpack_chunk
+
+log = logging.getLogger(__name__)
 
 MAX_THREADS = 64
 
@@ -104,17 +110,29 @@ def default_threads() -> int:
 BackendFactory = Callable[[PageSet, PayloadGeometry, int], Backend]
 
 
-def _candidates(pages: PageSet, payload: PayloadGeometry) -> list[tuple[str, BackendFactory | str]]:
-    """Backends for these pages, best first: name, and how to make it or why it cannot be."""
-    del pages, payload
-    return [(ReferenceBackend.name, ReferenceBackend)]
+def _cpu_factory(target: str) -> BackendFactory | str:
+    """How to make the compiled CPU backend of one x86-64 level, or why it cannot be."""
+    try:
+        library = load_cpu_library(target)
+    except NativeUnavailable as error:
+        return str(error)
+    return partial(CpuBackend, library)
+
+
+def _candidates(device: str) -> list[tuple[str, BackendFactory | str]]:
+    """Backends for pages on this kind of device, best first: the name, and how to make it or why it cannot be."""
+    found: list[tuple[str, BackendFactory | str]] = []
+    if device == "cpu":
+        found.extend((backend_name(target), _cpu_factory(target)) for target in TARGETS)
+    found.append((ReferenceBackend.name, ReferenceBackend))
+    return found
 
 
 def available_backends(device: str) -> list[str]:
     """Names of the backends that this machine can run on ``"cpu"`` or ``"cuda"`` pages, best first."""
     if device == "cuda" and not torch.cuda.is_available():
         return []
-    return [ReferenceBackend.name]
+    return [name for name, factory in _candidates(device) if not isinstance(factory, str)]
 
 
 class Packer:
@@ -149,12 +167,14 @@ class Packer:
 
     def _choose(self, wanted: str | None, threads: int) -> tuple[Backend, str]:
         reasons: list[str] = []
-        for name, factory in _candidates(self._pages, self._payload):
+        for name, factory in _candidates(self._pages.device.type):
             if wanted is not None and name != wanted:
                 continue
             if isinstance(factory, str):
                 reasons.append(f"{name}: {factory}")
                 continue
+            if reasons and name == ReferenceBackend.name:
+                log.warning("kvgate kernels: using %s (%s)", name, "; ".join(reasons))
             why = "asked for" if wanted else "; ".join(reasons) or "best for these pages"
             return factory(self._pages, self._payload, threads), why
         raise GeometryError(f"no kernel backend {wanted!r}: {'; '.join(reasons) or 'unknown name'}")

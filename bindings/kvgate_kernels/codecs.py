@@ -4,7 +4,7 @@ For one group of up to 32 values of a row, in float32:
   m     = largest magnitude
   scale = max(m / LIMIT, 2**-126) rounded up to bfloat16          (LIMIT: int8 127, e4m3 448)
   code  = round_half_even(value * (1 / scale)), clamped to LIMIT; e4m3: rounded to the nearest e4m3, ties to even
-  value = code * scale, rounded to the cache type (nearest even), kept finite
+  value = code * scale, kept finite, rounded to the cache type (nearest even); a NaN has one pattern (0x7FC0, 0x7E00)
 A group of zeros gets the smallest scale and codes 0. A group with a NaN or an infinity gets scale NaN and codes 0, so that
 it decodes to NaN, never to plausible numbers; packing reports it, and such a chunk is not to be stored.
 """
@@ -66,4 +66,7 @@ def decode_values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype,
     scale = scales.float().repeat_interleave(VALUE_GROUP, dim=-1)[..., : codes.shape[-1]]
     most = torch.finfo(dtype).max
     # Rounding the scale up can carry the largest code past the type's range by less than one step: keep it finite.
-    return (codes.view(kind).float() * scale).clamp(-most, most).to(dtype)
+    values = codes.view(kind).float() * scale
+    # One NaN pattern, since processors differ in the bits that arithmetic leaves there.
+    narrow = torch.where(values.isnan(), torch.zeros_like(values), values.clamp(-most, most)).to(dtype)
+    return torch.where(values.isnan(), torch.full_like(narrow, torch.nan), narrow)

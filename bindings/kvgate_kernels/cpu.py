@@ -1,0 +1,128 @@
+"""The compiled CPU kernels behind the Packer: moves are cut into units of one (layer, component, head), and threads take them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from blake3 import blake3
+
+from kvgate_kernels.geometry import Codec, PayloadGeometry
+from kvgate_kernels.moves import CheckedMove
+from kvgate_kernels.native import CpuLibrary, Job
+from kvgate_kernels.pages import PageSet
+
+INLINE_BYTES = 512 << 10
+"""Calls that move less run on the caller's thread: waking another costs more than it saves."""
+
+TASKS_PER_THREAD = 4
+"""A few pieces a thread, so that one that is slowed down does not hold up the call."""
+
+HASH_STEP_BYTES = 256 << 10
+"""A payload is hashed in about these steps right beside its copy, while the bytes are in the core's own cache."""
+
+SHARED_HASH_STEP_BYTES = 8 << 20
+"""The steps where all threads work on one payload: they fit the shared cache."""
+
+
+def backend_name(target: str) -> str:
+    """The backend's name for one x86-64 level."""
+    return f"mojo-cpu-{target}"
+
+
+class CpuBackend:
+    """Mojo kernels through ctypes, which frees the GIL. Without digests, stores bypass the caches; with them they must not."""
+
+    def __init__(self, library: CpuLibrary, pages: PageSet, payload: PayloadGeometry, threads: int) -> None:
+        self._library = library
+        self.name = backend_name(library.target)
+        self._pages = pages
+        per_layer = payload.components * payload.kv_heads
+        self._units = payload.layers * per_layer
+        self._unit_bytes = payload.payload_bytes // self._units
+        # What lies in one run, in order: a unit when raw; a whole layer when its scales come after all its codes.
+        self._step_units = 1 if payload.codec is Codec.RAW else per_layer
+        self._step_bytes = payload.layer_bytes * self._step_units // per_layer
+        self._payload = payload
+        self.threads = threads
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvgate-pack")
+
+    def pack(self, moves: Sequence[CheckedMove], digest: bool) -> tuple[list[bytes], list[int]]:
+        """See ``Backend``."""
+        job = Job(self._pages, self._payload, moves)
+        digests = self._move(self._library.handle.kvgate_pack, job, moves, digest, hash_first=False)
+        return digests, job.faults()
+
+    def unpack(self, moves: Sequence[CheckedMove], digest: bool) -> list[bytes]:
+        """See ``Backend``."""
+        job = Job(self._pages, self._payload, moves)
+        return self._move(self._library.handle.kvgate_unpack, job, moves, digest, hash_first=True)
+
+    def close(self) -> None:
+        """See ``Backend``."""
+        self._executor.shutdown(wait=True)
+
+    def _move(
+        self, kernel: Callable[..., None], job: Job, moves: Sequence[CheckedMove], digest: bool, *, hash_first: bool
+    ) -> list[bytes]:
+        if not moves:
+            return []
+        if not digest:
+            self._move_units(kernel, job, range(len(moves)), range(self._units), stream=True)
+            return []
+        if len(moves) < self.threads:
+            return [self._move_shared(kernel, job, move, index, hash_first) for index, move in enumerate(moves)]
+
+        # One thread a payload: copying and hashing meet in that core's cache.
+        def one(index: int) -> bytes:
+            return self._move_hashed(kernel, job, moves[index], index, hash_first)
+
+        if len(moves) == 1:
+            return [one(0)]
+        return list(self._executor.map(one, range(len(moves))))
+
+    def _move_units(self, kernel: Callable[..., None], job: Job, moves: range, units: range, *, stream: bool) -> None:
+        """Spreads moves × units over the threads. ``stream``: stores bypass the caches."""
+        total = len(moves) * len(units)
+        if self.threads == 1 or total * self._unit_bytes <= INLINE_BYTES:
+            for move in moves:
+                kernel(job.address, move, units.start, units.stop, int(stream))
+            return
+        step = min(len(units), max(1, total // (self.threads * TASKS_PER_THREAD)))
+        pieces = [(move, first, min(first + step, units.stop)) for move in moves for first in units[::step]]
+        for future in [self._executor.submit(kernel, job.address, *piece, int(stream)) for piece in pieces]:
+            future.result()
+
+    def _view(self, move: CheckedMove, units: range) -> memoryview:
+        """The payload's bytes of some hash steps' units; valid while the move is."""
+        begin = units.start // self._step_units * self._step_bytes
+        size = -(-len(units) // self._step_units) * self._step_bytes
+        return memoryview((ctypes.c_uint8 * size).from_address(move.address + begin)).cast("B")
+
+    def _steps(self, most_bytes: int) -> list[range]:
+        """The payload's units in runs of whole hash steps, of about so many bytes."""
+        step = max(1, most_bytes // self._step_bytes) * self._step_units
+        return [range(first, min(first + step, self._units)) for first in range(0, self._units, step)]
+
+    def _move_hashed(self, kernel: Callable[..., None], job: Job, move: CheckedMove, index: int, hash_first: bool) -> bytes:
+        """One payload on this thread, hashed step by step beside the copy."""
+        hasher = blake3()
+        for units in self._steps(HASH_STEP_BYTES):
+            if hash_first:
+                hasher.update(self._view(move, units))
+            kernel(job.address, index, units.start, units.stop, 0)
+            if not hash_first:
+                hasher.update(self._view(move, units))
+        return hasher.digest()
+
+    def _move_shared(self, kernel: Callable[..., None], job: Job, move: CheckedMove, index: int, hash_first: bool) -> bytes:
+        """One payload on all threads."""
+        hasher = blake3(max_threads=self.threads)
+        for units in self._steps(SHARED_HASH_STEP_BYTES):
+            if hash_first:
+                hasher.update(self._view(move, units))
+            self._move_units(kernel, job, range(index, index + 1), units, stream=False)
+            if not hash_first:
+                hasher.update(self._view(move, units))
+        return hasher.digest()

@@ -1,0 +1,116 @@
+"""Builds the kernels with the Mojo compiler beside this interpreter. `make kernels`; unchanged outputs are kept.
+
+CPU: one shared library for each of x86-64-v3 and v4, picked at run time; they need no run-time library. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+OUTPUT = HERE.parent / "bindings" / "kvgate_kernels" / "_native"
+CPU_TARGETS = ("x86-64-v3", "x86-64-v4")
+BUILD_TIMEOUT_S = 600
+
+
+class BuildError(Exception):
+    """The compiler is missing or refused the sources."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One output file, and the command that makes it at a given path."""
+
+    name: str
+    sources: tuple[str, ...]
+    command: Callable[[Path], list[str]]
+
+
+def compiler() -> Path:
+    """The mojo command of this environment."""
+    beside = Path(sys.executable).with_name("mojo")
+    found = str(beside) if beside.exists() else shutil.which("mojo")
+    if not found:
+        raise BuildError("no mojo command: install the extra kvgate[kernels] (max-core) and a C compiler")
+    return Path(found)
+
+
+def products(mojo: Path) -> list[Product]:
+    """Everything that is built."""
+
+    def cpu(target: str) -> Product:
+        def command(out: Path) -> list[str]:
+            source = str(HERE / "kvgate_cpu.mojo")
+            return [
+                str(mojo), "build", "-I", str(HERE), "--emit", "shared-lib", "--target-cpu", target, source, "-o", str(out),
+            ]  # fmt: skip
+
+        return Product(f"libkvgate_cpu_{target.removeprefix('x86-64-')}.so", ("kvgate_cpu.mojo", "kvgate/*.mojo"), command)
+
+    return [cpu(target) for target in CPU_TARGETS]
+
+
+def fingerprint(product: Product, version: str) -> str:
+    """Digest of all that the output depends on."""
+    digest = hashlib.sha256(version.encode())
+    digest.update(json.dumps(product.command(Path(product.name))).encode())
+    for pattern in product.sources:
+        for path in sorted(HERE.glob(pattern)):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def build(product: Product, version: str, force: bool) -> bool:
+    """Builds one output unless its stamp says that it is current. True if it was built."""
+    target = OUTPUT / product.name
+    stamp = OUTPUT / f"{product.name}.stamp"
+    wanted = fingerprint(product, version)
+    if not force and target.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return False
+    # Built aside and moved: a process that has the old library mapped keeps it whole.
+    aside = OUTPUT / f"{product.name}.{os.getpid()}.tmp"
+    environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0"}
+    done = subprocess.run(
+        product.command(aside), env=environment, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+    )
+    if done.returncode != 0 or not aside.exists():
+        raise BuildError(f"{product.name}: {done.stderr.strip()[-4000:]}")
+    aside.replace(target)
+    stamp.write_text(wanted)
+    return True
+
+
+def main() -> int:
+    """Builds all that changed; 1 with the compiler's words if it cannot."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--force", action="store_true", help="build also what is current")
+    force = parser.parse_args().force
+    try:
+        mojo = compiler()
+        environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0"}
+        version = subprocess.run(
+            [str(mojo), "--version"], env=environment, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        OUTPUT.mkdir(parents=True, exist_ok=True)
+        (OUTPUT / ".gitignore").write_text("*\n")
+        for product in products(mojo):
+            built = build(product, version, force)
+            print(f"{product.name}: {'built' if built else 'current'}")
+    except (BuildError, subprocess.SubprocessError, OSError) as error:
+        print(f"kernels not built: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
