@@ -6,9 +6,10 @@ The scheduler's thread starts things and looks at the results; the waiting happe
 from __future__ import annotations
 
 import logging
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvgate.client import GatewayRefused, GatewayUnavailable
 from kvgate.protocol.messages import Acquire, Acquired, Bind, Bound, Extend, Extended, Release
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from kvgate_vllm.state import Adapter
 
 LOGGER: Final = logging.getLogger("vllm.kvgate")
+T = TypeVar("T")
 
 MAX_ACQUIRES: Final = 4
 """Acquires of one lookup: a new one is needed only when vLLM's local hit shrank below what was acquired."""
 ACQUIRE_MARGIN_S: Final = 1.0
-LOST: Final = ("denied", "revoked", "unsealed")
-"""Refusals that mean: this lease or registration is gone."""
+LOST: Final = ("revoked", "unsealed")
+"""Refusals that mean: the registration is gone, and with it every lease of this opening."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class Acquisition:
 class Binding:
     """A bind, and the lease that came of it. Valid while ``session`` still has the same opening."""
 
-    def __init__(self, session: Session, opened: Open, adapter: Adapter | None, salt: bytes | None, tokens: list[bytes]) -> None:
+    def __init__(
+        self, session: Session, opened: Open, adapter: Adapter | None, salt: bytes | None, tokens: list[bytes]
+    ) -> None:
         self._session = session
         self.opened = opened
         self._released = False
@@ -48,8 +52,9 @@ class Binding:
         self.present = 0
         self.probing = False
         self._extending = False
+        self._extend_failed = False
         self._acquires: list[Acquisition] = []
-        self.done: Future[None] = session.client.spawn(self._bind(adapter, salt, tokens))
+        self.done: Future[None] = session.client.spawn(_logged(self._bind(adapter, salt, tokens)))
 
     @property
     def lost(self) -> bool:
@@ -70,20 +75,25 @@ class Binding:
         if self.lease is None or len(self._acquires) >= MAX_ACQUIRES:
             return None
         message = Acquire(lease=self.lease, first=first, last=last, deadline_ms=max(1, int(deadline_s * 1000)))
-        made = Acquisition(first, last, self._session.client.spawn(self._acquire(message, deadline_s + ACQUIRE_MARGIN_S)))
+        work = _logged(self._acquire(message, deadline_s + ACQUIRE_MARGIN_S))
+        made = Acquisition(first, last, self._session.client.spawn(work))
         self._acquires.append(made)
         return made
 
-    def forget_acquires(self) -> None:
-        """The request was preempted: the next lookup acquires anew."""
+    def forget_acquires(self, stored: int) -> None:
+        """The request was preempted: the next lookup acquires anew, what the request itself has ``stored`` meanwhile too."""
         self._acquires.clear()
+        self.present = max(self.present, min(stored, self.known))
 
-    def extend(self, tokens: list[bytes]) -> None:
-        """Tell the gateway the ``t`` of the chunks from ``known`` on; ``known`` grows when it has answered."""
-        if self.lease is None or self._extending or self.lost:
-            return
-        self._extending = True
-        self._session.client.spawn(self._extend(Extend(lease=self.lease, first=self.known, tokens=b"".join(tokens))))
+    def extend(self, tokens: list[bytes]) -> bool:
+        """Tell the gateway the ``t`` of the chunks from ``known`` on; ``known`` grows with its answer. False: it refused before."""
+        if self.lease is None or self._extend_failed or self.lost:
+            return False
+        if not self._extending:
+            self._extending = True
+            message = Extend(lease=self.lease, first=self.known, tokens=b"".join(tokens))
+            self._session.client.spawn(_logged(self._extend(message)))
+        return True
 
     def release(self) -> None:
         """Give the lease back, now or as soon as it is known. Once."""
@@ -125,6 +135,7 @@ class Binding:
         try:
             self.known = cast(Extended, await self._session.client.request(message, CALL_S)).chunks
         except (GatewayRefused, GatewayUnavailable) as error:
+            self._extend_failed = True
             self._note(error)
         finally:
             self._extending = False
@@ -133,3 +144,12 @@ class Binding:
         LOGGER.debug("kvgate: %s", error)
         if isinstance(error, GatewayRefused) and error.code in LOST:
             self._session.reopen(self.opened)
+
+
+async def _logged(work: Coroutine[Any, Any, T]) -> T:
+    """Nobody waits for these with a traceback in hand: a fault must be seen where it happens."""
+    try:
+        return await work
+    except Exception:
+        LOGGER.exception("kvgate: a lookup failed")
+        raise

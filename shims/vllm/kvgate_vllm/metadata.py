@@ -68,9 +68,9 @@ class StoreOp(ChunkOp):
 
 
 @dataclass(slots=True)
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """One step's operations. ``preempted``: their pages are about to be overwritten. ``draining``: finished requests whose blocks are held
-    until their stores are through."""
+class StepMetadata(KVConnectorMetadata):
+    """One step's operations. ``preempted``: their pages are about to be overwritten. ``draining``: finished requests whose blocks
+    are held until their stores are through."""
 
     loads: list[LoadOp] = field(default_factory=list)
     stores: list[StoreOp] = field(default_factory=list)
@@ -87,7 +87,7 @@ class LoadResult:
 
 
 @dataclass(slots=True)
-class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(KVConnectorWorkerMetadata):
     """What workers finished since their last report. ``handle`` only when it is new; ``adapters`` are newly confirmed ones."""
 
     handle: bytes | None = field(default=None, repr=False)
@@ -115,7 +115,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 @dataclass(slots=True)
-class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class Handshake(KVConnectorHandshakeMetadata):
     """From a worker once it has loaded: the registration's handle, None while there is no gateway."""
 
     handle: bytes | None = field(repr=False)

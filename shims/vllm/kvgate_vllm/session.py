@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -12,7 +13,7 @@ from kvgate.client import Call, GatewayClient, GatewayRefused, GatewayUnavailabl
 from kvgate.contract.artifacts import Artifact as ContractArtifact
 from kvgate.contract.artifacts import ArtifactSet
 from kvgate.contract.record import Record
-from kvgate.protocol.messages import AdapterRegistered, OpenEngine, Opened, RegisterAdapter, Welcome
+from kvgate.protocol.messages import AdapterRegistered, Opened, OpenEngine, RegisterAdapter, Welcome
 
 LOGGER: Final = logging.getLogger("vllm.kvgate")
 
@@ -63,6 +64,7 @@ class Session:
         self._epoch = 0
         self._opening: asyncio.Task[None] | None = None
         self._adapters: OrderedDict[bytes, AdapterBinding] = OrderedDict()
+        self._opened = threading.Event()
         self.domain: bytes | None = None
 
     def start(self) -> None:
@@ -89,6 +91,10 @@ class Session:
         if self._open is seen:
             self._open = None
             self.client.spawn(self._open_again())
+
+    def wait_open(self, timeout_s: float) -> bool:
+        """Block until the engine is opened, at most ``timeout_s``: for the start of the engine only."""
+        return self._opened.wait(timeout_s)
 
     def adapter(self, key: bytes) -> AdapterBinding | None:
         """The adapter of that plugin key, if it was registered since the engine was opened."""
@@ -146,6 +152,7 @@ class Session:
                 self._adapters.clear()
                 self.domain = keys.domain
                 self._open = Open(self._epoch, handle, keys)
+                self._opened.set()
                 return
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, OPEN_BACKOFF_LAST_S)

@@ -23,12 +23,13 @@ class ConnectorSettings:
     """All settings, with their defaults. Each deadline bounds what a request can lose to the gateway; after it the request is a miss.
 
     endpoint: unix socket of the gateway. credential_file: file whose content names the isolation domain; none: the gateway's default.
-    async_load: restore in the background while the engine runs other requests; the engine may force it (see ``loads_in_background``).
+    async_load: restore in the background while the engine runs other requests; some engines force it (``loads_in_background``).
     async_save: store in the background. numerics_class: an engine class declared equivalent at the gateway; none: strict.
-    bind_ms, acquire_ms: patience for the lookup and for bringing chunks to memory. load_ms, store_ms: for each message of a transfer.
-    register_ms: how long the start of the engine waits for the gateway. grace_ms: how long one step may wait for a lookup that is nearly done
-    instead of asking again in the next step. save_queue_ops: background stores waiting at a time; more are skipped. drain_ms: how long a
-    stop waits for them. report: tell the client of a request how many tokens were restored (``kv_transfer_params``).
+    bind_ms, acquire_ms: patience for the lookup, and for bringing chunks to memory. load_ms, store_ms: for each message of a
+    transfer. register_ms: how long the start of the engine waits for the gateway. grace_ms: how long one step may wait for a lookup
+    that is nearly done instead of asking again in the next step. save_queue_ops: background stores waiting at a time; more are
+    skipped. drain_ms: how long a stop waits for them. report: tell the client of a request how many tokens were restored
+    (``kv_transfer_params``).
     """
 
     endpoint: str = ""
@@ -55,7 +56,9 @@ class ConnectorSettings:
             if name in PLUGIN_KEYS:
                 continue
             if name not in fields:
-                raise SettingsError(f"kv_connector_extra_config.{name}: unknown; known are {', '.join(sorted((*fields, *PLUGIN_KEYS)))}")
+                raise SettingsError(
+                    f"kv_connector_extra_config.{name}: unknown; known are {', '.join(sorted((*fields, *PLUGIN_KEYS)))}"
+                )
             values[name] = _checked(name, value, fields[name].default)
         return cls(**values)
 
@@ -92,12 +95,15 @@ def _checked(name: str, value: Any, default: Any) -> Any:
     return value
 
 
-def loads_in_background(wanted: bool, vllm_config: Any) -> bool:
-    """Whether loads have to run between steps, whatever was asked for.
+def steps_in_flight(vllm_config: Any) -> bool:
+    """Whether the engine plans a step before it has heard how the one before went: asynchronous scheduling, or pipeline stages."""
+    return bool(vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1)
 
-    With several steps in flight (asynchronous scheduling, pipeline parallelism) vLLM has scheduled the next step of a request before it hears
-    that a load inside the previous one failed, and then takes that step's token, computed on wrong KV, for good. A load between steps ends
-    before its request is scheduled at all.
+
+def loads_in_background(wanted: bool, vllm_config: Any) -> bool:
+    """Whether loads run between steps, whatever was asked for.
+
+    With steps in flight vLLM has scheduled a request's next step before it hears that a load inside the last one failed, and keeps
+    that step's token, computed on wrong KV. A load between steps ends before its request is scheduled at all.
     """
-    ahead = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
-    return wanted or bool(ahead)
+    return wanted or steps_in_flight(vllm_config)

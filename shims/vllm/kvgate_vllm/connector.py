@@ -1,0 +1,194 @@
+"""``KVGateConnector``: vLLM's connector interface, each half in its own class.
+
+    --kv-transfer-config '{"kv_connector": "KVGateConnector", "kv_connector_module_path": "kvgate_vllm.connector",
+                           "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+
+``kv_connector_extra_config`` takes the settings of ``kvgate_vllm.settings``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from kvgate_vllm.metadata import Handshake, StepMetadata
+from kvgate_vllm.plugin import attach_scheduler, attach_worker
+from kvgate_vllm.scheduler_side import SchedulerSide
+from kvgate_vllm.session import Session
+from kvgate_vllm.settings import ConnectorSettings, SettingsError, loads_in_background, steps_in_flight
+from kvgate_vllm.state import LOGGER
+
+if TYPE_CHECKING:
+    from kvgate_vllm.worker_side import WorkerSide
+
+
+class KVGateConnector(KVConnectorBase_V1):
+    """Restores and stores KV through a kvgate gateway. A cache: whatever happens to the gateway, requests complete."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = self._kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise SettingsError('kv_load_failure_policy: must be "recompute": a failed load must not fail its request')
+        self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config or {})
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = self._scheduler_side(vllm_config)
+        else:
+            # Here, not above: the scheduler's process of a multi-process engine needs neither kernels nor describe.
+            from kvgate_vllm.worker_side import WorkerSide
+
+            self._worker = WorkerSide(vllm_config, kv_cache_config, attach_worker(vllm_config), self._settings)
+
+    def _scheduler_side(self, vllm_config: Any) -> SchedulerSide:
+        settings, transfer = self._settings, self._kv_transfer_config
+        state = attach_scheduler(vllm_config)
+        parallel = vllm_config.parallel_config
+        world_size = int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+        self._session = Session(settings.socket_path(), settings.credential(), world_size)
+        state.set_scope_provider(scope_provider(self._session))
+        if steps_in_flight(vllm_config) and not settings.async_load:
+            LOGGER.warning("kvgate: async_load is on: this engine runs steps ahead, where a load inside a step is not safe")
+        side = SchedulerSide(
+            self._session,
+            state,
+            settings,
+            block_tokens=int(vllm_config.cache_config.block_size),
+            world_size=world_size,
+            in_background=loads_in_background(settings.async_load, vllm_config),
+            in_step_allowed=not steps_in_flight(vllm_config),
+            may_load=bool(transfer.is_kv_consumer),
+            may_store=bool(transfer.is_kv_producer),
+            evict=self._evict,
+        )
+        self._session.start()
+        return side
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a later miss, nothing more."""
+        return False
+
+    @property
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a scheduler method in a worker"
+        return self._scheduler
+
+    @property
+    def _working(self) -> WorkerSide:
+        assert self._worker is not None, "a worker method in the scheduler"
+        return self._worker
+
+    def _step(self) -> StepMetadata:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, StepMetadata)
+        return meta
+
+    def _evict(self, block_ids: set[int]) -> None:
+        if self._kv_cache_manager is not None and block_ids:
+            self._kv_cache_manager.evict_blocks(block_ids)
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """The workers' handle; ranks that agree have the same."""
+        self._take_handles(list(metadata.values()))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """The same, of all pipeline stages."""
+        self._take_handles(list(metadata.values()))
+
+    def _take_handles(self, handshakes: list[Any]) -> None:
+        handles = {one.handle for one in handshakes if isinstance(one, Handshake) and one.handle is not None}
+        if handles:
+            # Ranks that disagree have different handles; neither ever seals, so either will do.
+            self._session.set_handle(min(handles))
+            self._session.wait_open(self._settings.register_ms / 1000)
+
+    def on_new_request(self, request: Any) -> None:
+        """See ``SchedulerSide.new_request``."""
+        self._scheduling.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See ``SchedulerSide.matched_tokens``."""
+        return self._scheduling.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See ``SchedulerSide.allocated``."""
+        if num_external_tokens:
+            self._scheduling.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """See ``SchedulerSide.build``."""
+        return self._scheduling.build(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See ``SchedulerSide.report``."""
+        self._scheduling.report(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See ``SchedulerSide.finished``."""
+        return self._scheduling.finished(request, block_ids)
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """See ``WorkerSide.register_kv_caches``."""
+        self._working.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> Handshake:
+        """See ``WorkerSide.handshake``."""
+        return Handshake(self._working.handshake())
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """See ``WorkerSide.handle_preemptions``."""
+        self._working.handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See ``WorkerSide.start_loads``."""
+        self._working.start_loads(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a load inside a step is complete before its first layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: only chunks of earlier, confirmed steps are stored."""
+
+    def wait_for_save(self) -> None:
+        """See ``WorkerSide.save``."""
+        self._working.save(self._step())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See ``WorkerSide.finished``."""
+        saved, received = self._working.finished()
+        return saved or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See ``WorkerSide.failed_blocks``."""
+        return self._working.failed_blocks()
+
+    def build_connector_worker_meta(self) -> Any:
+        """See ``WorkerSide.report``."""
+        return self._working.report()
+
+    # Both
+
+    def shutdown(self) -> None:
+        """End threads and connection."""
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+
+def scope_provider(session: Session) -> Any:
+    """Domain and variant of a request, for vLLM's own prefix cache; ``ValueError`` for a variant that can't be served."""
+
+    def scope(request: Any) -> tuple[bytes, bytes]:
+        if "kvgate" in (request.kv_transfer_params or {}):
+            raise ValueError("the request asks for a variant, which this connector does not serve")
+        return session.domain or b"no gateway yet", b"ordinary"
+
+    return scope

@@ -1,0 +1,93 @@
+"""What the scheduler side remembers of one request, from its arrival until its last store is through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvgate.contract.address import token_digests
+from kvgate_vllm.binding import Binding
+from kvgate_vllm.chunks import confirmed_tokens
+from kvgate_vllm.metadata import AdapterRef, LoadOp, StoreOp
+
+
+@dataclass(eq=False)
+class Track:
+    """One request. ``request`` is vLLM's; counters are in chunks unless their name says tokens.
+
+    chunk_tokens: 0 until a gateway was there. stored: chunks before it need no store (stored, handed to a store, or loaded).
+    promised: tokens beyond ``local_tokens`` that vLLM was told of, and whether in the background. open_load, open_stores: handed to the
+    workers, not reported yet. tainted: its KV may rest on a load that failed, or on changed weights: nothing more is stored.
+    """
+
+    request: Any
+    chunk_tokens: int
+    uncacheable: str | None
+    adapter: AdapterRef | None
+    salt: str | None = field(repr=False)
+
+    binding: Binding | None = None
+    bind_until: float = 0.0
+    token_key: bytes = field(default=b"", repr=False)
+    digests: list[bytes] = field(default_factory=list, repr=False)
+
+    lookup_until: float | None = None
+    local_tokens: int = 0
+    in_background: bool = False
+    pending_load: LoadOp | None = None
+    open_load: LoadOp | None = None
+    load_blocks: frozenset[int] = frozenset()
+    restored_tokens: int = 0
+    outcome: str = "short"
+
+    blocks: list[int] = field(default_factory=list)
+    stored: int = 0
+    open_stores: dict[int, StoreOp] = field(default_factory=dict)
+    tainted: bool = False
+    finish_until: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        """vLLM's id of the request in this engine."""
+        return str(self.request.request_id)
+
+    @property
+    def full_chunks(self) -> int:
+        """Chunks that the accepted tokens fill."""
+        return int(self.request.num_tokens) // self.chunk_tokens
+
+    @property
+    def confirmed_chunks(self) -> int:
+        """Chunks whose KV is final and may be stored."""
+        request = self.request
+        final = confirmed_tokens(request.num_computed_tokens, request.num_in_flight_tokens, request.num_tokens)
+        return final // self.chunk_tokens
+
+    def token_digests_to(self, token_key: bytes, end: int) -> list[bytes]:
+        """``t`` of chunks ``[0, end)``; computed once, and anew under another key."""
+        if token_key != self.token_key:
+            self.token_key, self.digests = token_key, []
+        known = len(self.digests)
+        if known < end:
+            tokens = self.request.all_token_ids[known * self.chunk_tokens : end * self.chunk_tokens]
+            self.digests += token_digests(token_key, list(tokens), self.chunk_tokens)
+        return self.digests[:end]
+
+    def reset_for_preemption(self) -> None:
+        """Its blocks are gone: what was not stored for certain is stored again after it was recomputed."""
+        self.blocks = []
+        self.stored = min([self.stored, *(op.first for op in self.open_stores.values())])
+        self.lookup_until = None
+        self.pending_load = None
+        if self.binding is not None:
+            self.binding.forget_acquires(self.stored)
+
+    def load_done(self, failed: int | None) -> None:
+        """The load under way has ended on all ranks; ``failed``: its first chunk that must be computed instead."""
+        load, self.open_load = self.open_load, None
+        if load is None:
+            return
+        end = load.last if failed is None else failed
+        self.restored_tokens += max(0, (end - load.first) * self.chunk_tokens - load.skip_tokens)
+        self.stored = min(self.stored, end)
+        self.outcome = "hit" if failed is None else "load error"
