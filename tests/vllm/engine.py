@@ -103,7 +103,11 @@ class Engine:
 
 
 def start_engine(
-    *, model: Path = MODEL, connector: str | None = "tests.vllm.stub_connector", extra: dict[str, Any] | None = None, **options: Any
+    *,
+    model: Path = MODEL,
+    connector: str | None = "tests.vllm.stub_connector",
+    extra: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Engine:
     """Start an engine; ``connector`` is the module of a ``KVGateConnector``, None for an engine without one."""
     from vllm import LLM
@@ -138,13 +142,65 @@ def running(**options: Any) -> Iterator[Engine]:
         engine.close()
 
 
+class EnginePool:
+    """At most one engine alive: the same one again for the same options, another one after closing it."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._engine: Engine | None = None
+
+    def get(self, **options: Any) -> Engine:
+        """The engine with these options, started if it is not the one alive."""
+        key = tuple(sorted((name, repr(value)) for name, value in options.items()))
+        if self._engine is None or key != self._key:
+            self.close()
+            self._engine, self._key = start_engine(**options), key
+        return self._engine
+
+    def close(self) -> None:
+        """End the engine that is alive, if any."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+@contextmanager
+def loaded_model(model: Path = MODEL, *, connector: bool = True, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Load a model as a worker would, without an engine around it; gives its configuration and the model."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+    from vllm.utils.network_utils import get_open_port
+    from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+    from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+
+    if connector:
+        options["kv_transfer_config"] = {
+            "kv_connector": "KVGateConnector",
+            "kv_connector_module_path": "tests.vllm.stub_connector",
+            "kv_role": "kv_both",
+        }
+    arguments = EngineArgs(
+        model=str(model), dtype="bfloat16", enforce_eager=True, max_model_len=2048, block_size=BLOCK_TOKENS, **options
+    )
+    config = arguments.create_engine_config()
+    _set_torch_accelerator_to_noop()  # as the CPU worker does: torch has no accelerator here
+    try:
+        with set_current_vllm_config(config):
+            init_worker_distributed_environment(config, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+            yield config, get_model(vllm_config=config)
+    finally:
+        cleanup_dist_env_and_memory()
+
+
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 2}
 """Options of an engine that takes adapters."""
 
 
 def prompt_tokens(count: int, *, file: int = 0, skip: int = 2000) -> list[int]:
     """``count`` token ids of held-out text, from character ``skip`` on."""
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # type: ignore[import-not-found,unused-ignore]
 
     text = (MODEL / "held-out" / f"python-docs-{file}.txt").read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text[skip : skip + count * 8]).ids

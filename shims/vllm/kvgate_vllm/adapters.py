@@ -111,7 +111,7 @@ class AdapterSnapshots:
     Raises ``OSError`` or ``PermissionError`` if ``root`` is not a folder that only this user can write to.
     """
 
-    def __init__(self, root: Path, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
+    def __init__(self, root: Path, limits: Limits = Limits()) -> None:
         self._limits = limits
         self._lock = threading.RLock()
         self._copies: OrderedDict[bytes, Copy] = OrderedDict()

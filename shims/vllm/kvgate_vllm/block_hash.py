@@ -79,7 +79,7 @@ def _make_pin(request: Any, about: Construction | None) -> RequestPin:
         return RequestPin(os.urandom(32), epoch, None, about.reason)
     try:
         domain, variant = about.state.scope_of(request)
-    except Exception:
+    except Exception:  # noqa: BLE001 - logged; whatever a provider raises, the request goes on uncached
         LOGGER.exception("kvgate: the scope provider failed")
         return RequestPin(os.urandom(32), epoch, None, "the scope of the request could not be established")
     adapter = None if about.adapter is None else about.adapter.digest

@@ -154,7 +154,7 @@ def _changing_weights(engine: Any, state: EngineState, reason: str) -> Iterator[
     try:
         # Worker processes see only vLLM's own methods, not what an unknown call does.
         engine.model_executor.collective_rpc(revoke_in_worker, args=(reason,))
-    except Exception:
+    except Exception:  # noqa: BLE001 - logged; the engine core has stopped caching already
         LOGGER.exception("kvgate: the workers could not be told of a weight change")
     try:
         yield

@@ -141,10 +141,12 @@ def watching(state: EngineState) -> Iterator[LoadWatch]:
     import torch
     from vllm.model_executor.model_loader import weight_utils
 
+    safe_tensors: Any = safetensors.torch
+
     watch = LoadWatch(state)
     places: list[tuple[ModuleType, str, Callable[..., Any]]] = [
         (weight_utils, "safe_open", watch.files.wrap_mapping(weight_utils.safe_open)),
-        (safetensors.torch, "safe_open", watch.files.wrap_mapping(safetensors.torch.safe_open)),
+        (safe_tensors, "safe_open", watch.files.wrap_mapping(safe_tensors.safe_open)),
         (torch, "load", watch.files.wrap_reading(torch.load)),
     ]
     with _patching, watch.files, replaced(places):
@@ -208,8 +210,8 @@ def register_loaders(model_loader: ModuleType) -> None:
         logger.setLevel(level)
 
 
-def _watching_loader(default: type) -> type:
-    class WatchingModelLoader(default):  # type: ignore[valid-type,misc]
+def _watching_loader(default: Any) -> type:
+    class WatchingModelLoader(default):
         """vLLM's own loader; with our connector configured it also watches which files are opened."""
 
         kvgate_watching = True
@@ -289,11 +291,15 @@ def install_worker_hooks() -> None:
     """Wrap the methods of vLLM's worker that write weights. Once a process."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    for name, reason in WRITING_METHODS.items():
-        _wrap_writer(Worker, name, lambda _call, reason=reason: reason)
+    for name in WRITING_METHODS:
+        _wrap_writer(Worker, name, functools.partial(_always, WRITING_METHODS[name]))
     _wrap_writer(Worker, "sleep", lambda call: SLEPT if call.get("level", 1) >= 2 else None)
     _wrap_writer(Worker, "discard", lambda call: SLEPT if "weights" in call.get("tags", ()) else None)
     _wrap_reload(Worker)
+
+
+def _always(reason: str, _call: dict[str, Any]) -> str | None:
+    return reason
 
 
 def _wrap_writer(owner: type, name: str, reason_of: Callable[[dict[str, Any]], str | None]) -> None:

@@ -159,7 +159,7 @@ class EngineState:
             return _DEFAULT_SCOPE
         domain, variant = provider(request)
         for value in (domain, variant):
-            if not isinstance(value, bytes) or not 1 <= len(value) <= MAX_SCOPE_BYTES:
+            if type(value) is not bytes or not 1 <= len(value) <= MAX_SCOPE_BYTES:
                 raise ValueError(f"a scope part must be 1 to {MAX_SCOPE_BYTES} bytes")
         return domain, variant
 

@@ -1,0 +1,172 @@
+"""The shape of the KV cache: which layers, heads and dimensions, which part of them this worker holds, and how its pages lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+KNOWN_SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"})
+"""Cache specs whose pages hold nothing but K and V (or the one latent vector of MLA) of a token."""
+UNSCALED: Final = frozenset({"NONE", "FP8_PER_TENSOR"})
+"""Quantisation modes that keep no scales in the pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroupShape:
+    """One KV group as this worker holds it. ``kv_heads`` are those of the whole model; ``dtype`` is torch's name of an element."""
+
+    layer_names: tuple[str, ...]
+    total_layers: int
+    kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    window: int | None
+    dtype: str
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RectangleShape:
+    """What this worker holds of a group: layers and KV heads, numbered over the whole model, ends excluded."""
+
+    group: int
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """How one layer's pages lie: the backend, its ISA ("none" where it has none), and the layout by vLLM's name."""
+
+    layer_name: str
+    backend: str
+    isa: str
+    layout: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This worker's ranks and the sizes of the groups they are in."""
+
+    pp_rank: int
+    tp_rank: int
+    pp_size: int
+    tp_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Everything above. ``stages`` gives each pipeline stage's layers; ``replication`` how many workers hold each head."""
+
+    groups: tuple[KvGroupShape, ...]
+    rectangles: tuple[RectangleShape, ...]
+    stages: tuple[tuple[int, int], ...]
+    replication: int
+    place: Place
+    pages: tuple[PageLayout, ...]
+
+
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """The attention layers of this worker's model, by name, in model order."""
+    context = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if hasattr(layer, "attn_backend")}
+
+
+def read_geometry(vllm_config: Any, kv_cache_config: Any, layers: dict[str, Any]) -> tuple[Geometry, str | None]:
+    """This worker's geometry, and a reason if it is one that cannot be cached."""
+    place = _place(vllm_config)
+    stages = _stages(vllm_config)
+    groups, rectangles, reasons = [], [], []
+    replication = 1
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        shape, rectangle, copies, reason = _group(vllm_config, index, group, place, stages[place.pp_rank])
+        groups.append(shape)
+        rectangles.append(rectangle)
+        reasons.append(reason or _group_reason(group, layers, rectangle))
+        replication = copies
+    if len(groups) != 1:
+        reasons.insert(0, "an engine with several KV groups, or none, is not covered")
+    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    pages = tuple(_page(name, layers[name], layout) for group in groups for name in group.layer_names if name in layers)
+    geometry = Geometry(tuple(groups), tuple(rectangles), stages, replication, place, pages)
+    return geometry, next((reason for reason in reasons if reason), None)
+
+
+def _place(vllm_config: Any) -> Place:
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    parallel = vllm_config.parallel_config
+    return Place(
+        pp_rank=int(get_pp_group().rank_in_group),
+        tp_rank=int(get_tp_group().rank_in_group),
+        pp_size=int(parallel.pipeline_parallel_size),
+        tp_size=int(parallel.tensor_parallel_size),
+    )
+
+
+def _stages(vllm_config: Any) -> tuple[tuple[int, int], ...]:
+    from vllm.distributed.utils import get_pp_indices
+
+    total = int(vllm_config.model_config.get_total_num_hidden_layers())
+    size = int(vllm_config.parallel_config.pipeline_parallel_size)
+    return tuple((int(start), int(end)) for start, end in (get_pp_indices(total, rank, size) for rank in range(size)))
+
+
+def _group(
+    vllm_config: Any, index: int, group: Any, place: Place, stage: tuple[int, int]
+) -> tuple[KvGroupShape, RectangleShape, int, str | None]:
+    model = vllm_config.model_config
+    spec = group.kv_cache_spec
+    local_heads = int(getattr(spec, "num_kv_heads", 0))
+    total_heads = 1 if model.use_mla else int(model.get_total_num_kv_heads())
+    copies = max(1, place.tp_size // total_heads)
+    head_start = place.tp_rank // copies * local_heads
+    reason = None
+    if total_heads % place.tp_size and place.tp_size % total_heads:
+        reason = "the KV heads do not divide over the workers"
+    elif local_heads != max(1, total_heads // place.tp_size):
+        reason = "the layers of this engine have other numbers of KV heads than its model says"
+    shape = KvGroupShape(
+        layer_names=tuple(group.layer_names),
+        total_layers=int(model.get_total_num_hidden_layers()),
+        kv_heads=total_heads,
+        head_dim_k=int(getattr(spec, "head_size", 0)),
+        head_dim_v=int(getattr(spec, "head_size_v", getattr(spec, "head_size", 0)) or 0),
+        window=getattr(spec, "sliding_window", None),
+        dtype=str(getattr(spec, "dtype", "unknown")).removeprefix("torch."),
+        block_tokens=int(spec.block_size),
+    )
+    return shape, RectangleShape(index, *stage, head_start, head_start + local_heads), copies, reason
+
+
+def _group_reason(group: Any, layers: dict[str, Any], rectangle: RectangleShape) -> str | None:
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    spec = group.kv_cache_spec
+    if type(spec).__name__ not in KNOWN_SPECS:
+        return "a kind of KV cache that kvgate does not know"
+    if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") not in UNSCALED:
+        return "KV quantisation with scales inside the pages is not covered"
+    if getattr(spec, "non_causal", False) or getattr(spec, "attention_chunk_size", None) is not None:
+        return "attention that is not plainly causal is not covered"
+    if getattr(spec, "tokens_per_state", 1) != 1 or getattr(group, "host_resident", False):
+        return "a kind of KV cache that kvgate does not know"
+    try:
+        numbers = [extract_layer_index(name) for name in group.layer_names]
+    except AssertionError:
+        return "the layers have names without one number each"
+    if sorted(numbers) != list(range(rectangle.layer_start, rectangle.layer_end)):
+        return "the layers with a KV cache are not those of this pipeline stage"
+    for name in group.layer_names:
+        if name not in layers:
+            return "a layer with a KV cache is not an attention layer"
+        if getattr(layers[name], "kv_sharing_target_layer_name", None) is not None:
+            return "KV sharing between layers is not covered"
+    return None
+
+
+def _page(name: str, layer: Any, layout: str | None) -> PageLayout:
+    isa = getattr(layer, "isa", None)
+    return PageLayout(name, str(layer.attn_backend.get_name()), "none" if isa is None else str(isa), layout)

@@ -1,0 +1,30 @@
+"""Fixtures of the tests that need vLLM. Without it, nothing in this folder is collected."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+_spec = importlib.util.find_spec("vllm")
+# A folder named vllm on the path is found as a namespace package; the real one has a file.
+HAVE_VLLM = _spec is not None and _spec.origin is not None
+collect_ignore_glob = [] if HAVE_VLLM else ["test_*.py"]
+
+if HAVE_VLLM:
+    from tests.vllm.engine import LORA, Engine, EnginePool
+
+    @pytest.fixture(scope="session")
+    def engines() -> Iterator[EnginePool]:
+        """The pool from which tests take engines; closed at the end."""
+        pool = EnginePool()
+        yield pool
+        pool.close()
+
+    @pytest.fixture
+    def engine(engines: EnginePool) -> Engine:
+        """An engine with adapters and the stub connector, its prefix cache empty."""
+        engine = engines.get(**LORA)
+        assert engine.core.reset_prefix_cache()
+        return engine
