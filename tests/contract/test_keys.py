@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -124,13 +125,14 @@ def test_a_wrong_domain_name_is_refused_by_name(name: Any, problem: str) -> None
 def test_a_key_of_another_length_is_refused(length: int) -> None:
     """A truncated secret must not quietly become the key of a domain."""
     short = b"k" * length
-    for field, use in (
+    uses: list[tuple[str, Callable[[], object]]] = [
         ("secret", lambda: domain_key(short, "d")),
         ("domain_key", lambda: domain_id(short)),
         ("domain_key", lambda: token_key(short)),
         ("domain_key", lambda: salt_key(short)),
         ("salt_key", lambda: salt_digest(short, "s")),
-    ):
+    ]
+    for field, use in uses:
         with pytest.raises(ContractError) as caught:
             use()
         assert caught.value.field == field
