@@ -39,7 +39,8 @@ _T = TypeVar("_T")
 _ID_BITS = 40
 _ID_MASK = (1 << _ID_BITS) - 1
 _MAX_GENERATION = (1 << 23) - 1
-_STOP_GRACE_S = 10.0
+_ANSWER_S = 2.0
+_EXIT_S = 10.0
 # A process that lived this long had no start problem: begin again with the shortest pause.
 _HEALTHY_S = 60.0
 
@@ -84,10 +85,17 @@ class LMCacheConfig:
             raise ValueError("max_calls and fetches_in_flight must be at least 1")
 
     def adapters(self) -> tuple[Mapping[str, Any], ...]:
-        """The L2 adapters, the default one spelled out."""
+        """The L2 adapters, the default one spelled out, folders made absolute: the process has another working directory."""
         if self.l2_adapters is None:
             return ({"type": "fs", "base_path": str(Path(self.state_dir).resolve() / "l2")},)
-        return self.l2_adapters
+        return tuple(_with_absolute_folder(spec) for spec in self.l2_adapters)
+
+
+def _with_absolute_folder(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    folder = spec.get("base_path")
+    if isinstance(folder, str) and folder:
+        return {**spec, "base_path": str(Path(folder).resolve())}
+    return spec
 
 
 class LMCacheBackend:
@@ -135,11 +143,13 @@ class LMCacheBackend:
         process, self._process = self._process, None
         if process is not None:
             self._set_pool(None)
+            exit_s = _EXIT_S
             try:
-                await process.connection.call(Op.STOP, None, drain_s + _STOP_GRACE_S)
+                await process.connection.call(Op.STOP, int(drain_s * 1000), drain_s + _ANSWER_S)
             except StorageUnavailable as error:
                 _log.warning("storage_process_did_not_stop", reason=str(error))
-            await process.bury(exit_s=_STOP_GRACE_S)
+                exit_s = 0.0
+            await process.bury(exit_s)
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
         self._supervisor = None

@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,6 +90,8 @@ class StorageProcess:
                 await asyncio.to_thread(folder.write, record)
                 ready = await _ready(process, settings)
                 connection = await _connect(settings, max_calls)
+                # The process does the same; whoever is first, no name is left when the backend is up.
+                folder.socket_path(start_id).unlink(missing_ok=True)
         except BaseException as error:  # a cancelled start must not leave a process either
             await _end(process)
             await asyncio.to_thread(folder.reap, record)
@@ -168,12 +171,25 @@ async def _connect(settings: ProcessSettings, max_calls: int) -> StorageConnecti
 
 
 async def _end(process: asyncio.subprocess.Process | None) -> None:
+    """Kill the process unless it has ended, and wait for it."""
     if process is None:
         return
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-            process.kill()
     try:
-        await asyncio.wait_for(process.wait(), _EXIT_S)
+        # Not process.kill(): that polls, and can take the exit status from under asyncio's own wait.
+        pidfd = os.pidfd_open(process.pid) if process.returncode is None else -1
+    except ProcessLookupError:
+        pidfd = -1
+    if pidfd >= 0:
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it ended meanwhile
+        finally:
+            os.close(pidfd)
+    try:
+        async with asyncio.timeout(_EXIT_S):
+            await process.wait()
+            if process.stdout is not None:
+                await process.stdout.read()  # to its end, so that asyncio closes the pipe
     except TimeoutError:
         _log.error("storage_process_does_not_end", pid=process.pid)

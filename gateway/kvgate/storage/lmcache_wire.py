@@ -45,7 +45,7 @@ class Op(IntEnum):
     PROBE = 6  # refs -> one byte each: ProbeCode
     DELETE = 7  # refs -> nothing
     STATUS = 8  # nothing -> map of counters
-    STOP = 9  # nothing -> nothing; the budget is the time to drain
+    STOP = 9  # time for pending L2 writes in ms -> nothing
 
 
 class Code(IntEnum):
@@ -140,6 +140,8 @@ def decode_refs(body: Any) -> list[ObjectRef]:
     """The refs of a body; raises ``WireError`` for anything ``encode_refs`` does not make."""
     try:
         addresses, sizes, domains = body
+        if not isinstance(addresses, bytes) or not isinstance(domains, bytes):
+            raise WireError("refs whose addresses or domains are not bytes")
         count, rest = divmod(len(addresses), ADDRESS_BYTES)
         if isinstance(sizes, int):
             sizes = [sizes] * count

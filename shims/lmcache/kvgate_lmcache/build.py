@@ -69,13 +69,16 @@ def own_pool(settings: ProcessSettings, internals: Internals) -> int:
 
 def _adapter_configs(settings: ProcessSettings) -> Any:
     """Our list of dicts, through LMCache's own parser, so that it means there what it means on its command line."""
-    from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+    from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig, parse_args_to_l2_adapters_config
 
-    specs = [json.dumps(_adapter_spec(dict(spec), settings)) for spec in settings.l2_adapters]
-    try:
-        return parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=specs))
-    except (ImportError, TypeError, ValueError) as error:
-        raise HostingError(f"an L2 adapter is not usable: {error}") from error
+    configs: list[Any] = []
+    for spec in settings.l2_adapters:
+        text = json.dumps(_adapter_spec(dict(spec), settings))
+        try:
+            configs += parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[text])).adapters
+        except (ImportError, TypeError, ValueError) as error:
+            raise HostingError(f"L2 adapter {spec.get('type')!r} is not usable: {error}") from error
+    return L2AdaptersConfig(configs)
 
 
 def _adapter_spec(spec: dict[str, Any], settings: ProcessSettings) -> Mapping[str, Any]:
@@ -92,5 +95,8 @@ def _adapter_spec(spec: dict[str, Any], settings: ProcessSettings) -> Mapping[st
     # LMCache would write <object>.tmp beside the object: two processes on one folder would write the same file, and what a
     # kill left behind could not be told from what another host is writing.
     spec.setdefault("relative_tmp_dir", TMP_PREFIX + settings.start_id)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise HostingError(f"the L2 folder cannot be made: {error.strerror}") from error
     return spec

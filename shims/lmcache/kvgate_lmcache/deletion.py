@@ -8,7 +8,7 @@ last hold is released. If a deadline passes before that, the object stays hidden
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Deletions:
     def __init__(
         self,
         l1: Any,
-        adapters: Callable[[], Sequence[Any]],
+        adapters: Sequence[Any],
         lookup: L2Lookup,
         watch: L2Watch,
         fetcher: Fetcher,
@@ -116,15 +116,14 @@ class Deletions:
         return bool(waiting) or polling
 
     def _remove_from_l2(self, refs: Sequence[ObjectRef], deadline: Deadline) -> str:
-        adapters = self._adapters()
-        if not adapters:
+        if not self._adapters:
             return ""
         keys = [object_key(ref) for ref in refs]
         if not self._watch.wait_idle(keys, deadline):
             return "an L2 write of the object is still under way"
         if not self._fetcher.wait_none(keys, deadline):
             return "an L2 read of the object is still under way"
-        for adapter in adapters:
+        for adapter in self._adapters:
             adapter.delete(keys)
         # An adapter that failed, or cannot delete, only logs it: look.
         left = self._lookup.exists(refs, deadline)

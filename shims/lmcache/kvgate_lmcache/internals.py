@@ -6,6 +6,7 @@ and tested against exactly that one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -26,6 +27,15 @@ def check_version() -> None:
         ) from error
     if found != PINNED and not found.startswith(PINNED + "+"):
         raise HostingError(f"LMCache {found} is installed, kvgate hosts {PINNED} only: install lmcache=={PINNED}")
+
+
+def folder_names(adapter: Any) -> tuple[str, Callable[[Any], str]] | None:
+    """For LMCache's `fs` adapter its folder and the name of a key's file in it; None for every other adapter."""
+    if type(adapter).__name__ != "FSL2Adapter":
+        return None
+    from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import _object_key_to_filename
+
+    return str(adapter._base_path), _object_key_to_filename
 
 
 class Internals:

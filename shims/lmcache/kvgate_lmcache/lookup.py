@@ -1,11 +1,14 @@
 """Asks the L2 adapters whether they have an object, without reading it.
 
 LMCache's own way in (a prefetch) loads what it finds. One level lower each adapter has ``submit_lookup_and_lock_task`` and
-``query_lookup_and_lock_result``: `EXISTS` on Redis, a `stat` on a folder. The lock it takes there is given back at once.
+``query_lookup_and_lock_result``: `EXISTS` on Redis, a file's existence in a folder. The lock it takes there is given back
+at once. For a folder that way costs two thread switches per object, so a folder is asked directly: one `stat`, which also
+tells a file of the wrong length from the object.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import defaultdict
@@ -16,11 +19,14 @@ from typing import Any
 from kvgate.storage.backend import ObjectRef
 
 from .clock import Deadline
+from .internals import folder_names
 from .keys import layout, object_key
 
 # An adapter that hangs must not collect unanswered questions without end.
 _MAX_ABANDONED = 256
 _POLL_S = (0.0002, 0.0005, 0.001, 0.002, 0.005)
+
+Answers = list[bool | None]
 
 
 @dataclass(slots=True)
@@ -47,8 +53,11 @@ class _Question:
 class L2Lookup:
     """Existence in L2. Questions left unanswered at a deadline are followed up by ``sweep``, so that no lock stays."""
 
-    def __init__(self, adapters: Callable[[], Sequence[Any]]) -> None:
-        self._adapters = adapters
+    def __init__(self, adapters: Sequence[Any], on_damage: Callable[[Any, Any], None]) -> None:
+        """``on_damage(adapter, key)`` is told of files that have the object's name and another length."""
+        self._folders = [(adapter, names) for adapter in adapters if (names := folder_names(adapter)) is not None]
+        self._others = [adapter for adapter in adapters if folder_names(adapter) is None]
+        self._on_damage = on_damage
         self._lock = threading.Lock()
         self._abandoned: list[_Question] = []
 
@@ -57,8 +66,53 @@ class L2Lookup:
         """Questions without an answer whose caller has gone."""
         return len(self._abandoned)
 
-    def exists(self, refs: Sequence[ObjectRef], deadline: Deadline) -> list[bool | None]:
+    def exists(self, refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
         """Per ref: some adapter has it, no adapter has it, or None if not every adapter answered in time."""
+        found = self._in_folders(refs, deadline)
+        asked = [place for place, has in enumerate(found) if has is not True]
+        if not self._others or not asked:
+            return found
+        elsewhere = self._in_others([refs[place] for place in asked], deadline)
+        for place, has in zip(asked, elsewhere, strict=True):
+            found[place] = has if has or found[place] is not None else None
+        return found
+
+    def absent_in_folders(self, refs: Sequence[ObjectRef], deadline: Deadline) -> set[int]:
+        """Places of refs that no adapter has, where that can be said without asking a server: all L2s are folders."""
+        if self._others:
+            return set()
+        return {place for place, has in enumerate(self._in_folders(refs, deadline)) if has is False}
+
+    def sweep(self) -> bool:
+        """Take late answers and give their locks back; whether questions are still open."""
+        with self._lock:
+            self._abandoned = [question for question in self._abandoned if question.answer() is None]
+            return bool(self._abandoned)
+
+    def _in_folders(self, refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
+        found: Answers = [False] * len(refs)
+        for adapter, (folder, name_of) in self._folders:
+            for place, ref in enumerate(refs):
+                if found[place]:
+                    continue
+                if deadline.passed():
+                    found[place] = None  # a folder on a server that hangs
+                    continue
+                key = object_key(ref)
+                try:
+                    size = os.stat(f"{folder}/{name_of(key)}").st_size  # noqa: PTH116  # a Path costs more than the stat
+                except FileNotFoundError:
+                    continue
+                except OSError:
+                    found[place] = None
+                    continue
+                if size == ref.object_bytes:
+                    found[place] = True
+                else:
+                    self._on_damage(adapter, key)
+        return found
+
+    def _in_others(self, refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
         if self.abandoned > _MAX_ABANDONED:
             return [None] * len(refs)
         open_questions = self._ask(refs)
@@ -84,12 +138,6 @@ class L2Lookup:
                 self._abandoned.extend(open_questions)
         return [True if has else None if place in unsure else False for place, has in enumerate(found)]
 
-    def sweep(self) -> bool:
-        """Take late answers and give their locks back; whether questions are still open."""
-        with self._lock:
-            self._abandoned = [question for question in self._abandoned if question.answer() is None]
-            return bool(self._abandoned)
-
     def _ask(self, refs: Sequence[ObjectRef]) -> list[_Question]:
         by_size: dict[int, list[int]] = defaultdict(list)
         for place, ref in enumerate(refs):
@@ -97,7 +145,7 @@ class L2Lookup:
         questions = []
         for object_bytes, places in by_size.items():
             keys = [object_key(refs[place]) for place in places]
-            for adapter in self._adapters():
+            for adapter in self._others:
                 task = adapter.submit_lookup_and_lock_task(keys, {0: layout(object_bytes)})
                 questions.append(_Question(adapter, task, keys, places))
         return questions

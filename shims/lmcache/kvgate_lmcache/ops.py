@@ -55,7 +55,6 @@ class StorageOps:
     """All operations. Thread-safe; ``fetch``, ``probe_l2``, ``delete`` and ``drain`` may block until their deadline."""
 
     def __init__(self, manager: Any, internals: Internals, pool_bytes: int) -> None:
-        self._manager = manager
         self._internals = internals
         self._l1 = internals.l1
         self._pool_bytes = pool_bytes
@@ -65,10 +64,11 @@ class StorageOps:
         self._writes: dict[int, _Write] = {}
         self._writing: set[bytes] = set()
         self._counters = _Counters()
-        self.has_l2 = bool(self._adapters())
+        self._adapters = [adapter for _, adapter in manager.l2_adapters()]
+        self.has_l2 = bool(self._adapters)
         self.watch = L2Watch()
-        self.watch.attach(self._l1, internals.store_controller, self._adapters())
-        self._lookup = L2Lookup(self._adapters)
+        self.watch.attach(self._l1, internals.store_controller, self._adapters)
+        self._lookup = L2Lookup(self._adapters, self.watch.damaged)
         self._fetcher = Fetcher(manager, self._l1, self._lock, pool_bytes)
         self.deletions = Deletions(self._l1, self._adapters, self._lookup, self.watch, self._fetcher, self._lock)
         self.watch.on_change = self.deletions.kick
@@ -115,8 +115,11 @@ class StorageOps:
         """Bring objects from L2 and hold them: (hold, offset, L2) or ABSENT. Blocks."""
         if not self.has_l2:
             return [_NOTHING] * len(refs)
-        keys = [object_key(ref) for ref in refs]
-        items = list({key: (ref, key) for ref, key in zip(refs, keys, strict=True)}.values())
+        absent = self._lookup.absent_in_folders(refs, deadline)
+        keys = [None if place in absent else object_key(ref) for place, ref in enumerate(refs)]
+        items = list({key: (ref, key) for ref, key in zip(refs, keys, strict=True) if key is not None}.values())
+        if not items:
+            return [_NOTHING] * len(refs)
         locked = self._fetcher.fetch(items, self._may_fetch, self._make_room, deadline)
         if not locked:
             return [_NOTHING] * len(refs)
@@ -183,7 +186,7 @@ class StorageOps:
             "unknown_releases": self._counters.unknown_releases,
             "unknown_commits": self._counters.unknown_commits,
             "lost_holds": self._counters.lost_holds,
-            "l2_adapters": len(self._adapters()),
+            "l2_adapters": len(self._adapters),
             "l2_pending_objects": self.watch.pending_count(),
             "l2_stored_objects": self.watch.stored_objects,
             "l2_store_failed_objects": self.watch.failed_objects,
@@ -197,9 +200,6 @@ class StorageOps:
         fetches = self._fetcher.sweep()
         lookups = self._lookup.sweep()
         return self.deletions.sweep() or fetches or lookups
-
-    def _adapters(self) -> list[Any]:
-        return [adapter for _, adapter in self._manager.l2_adapters()]
 
     def _may_fetch(self, ref: ObjectRef, key: Any) -> bool:
         return ref.address not in self._writing and not self.deletions.hides(key)

@@ -9,21 +9,25 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import structlog
 
 _QUIETED = ("lmcache", "asyncio")
+_REPEAT_S = 60.0
 
 
 def quiet_lmcache() -> None:
-    """Call before the first import of LMCache. Sets its log level, turns its usage tracking off, and strips its records."""
-    for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
-        del os.environ[name]  # hosting is decided here, not by what the daemon's shell happened to export
+    """Call before the first import of LMCache: usage tracking off, no GPU, and only stripped log records."""
     os.environ["LMCACHE_TRACK_USAGE"] = "false"
     os.environ["LMCACHE_DISABLE_BANNER"] = "1"
-    os.environ["LMCACHE_LOG_LEVEL"] = "WARNING"
-    logging.setLogRecordFactory(_stripped(logging.getLogRecordFactory()))
+    os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
+    # Nothing here needs a GPU, and LMCache would make a CUDA context only to pin the pool in this process.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Python's own tracker tidies the pool up after a kill -9, as the daemon does, and warns about it.
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"
+    logging.setLogRecordFactory(_Stripper(logging.getLogRecordFactory()))
     threading.excepthook = _log_thread_death
 
 
@@ -39,18 +43,28 @@ def log_to_stderr() -> None:
     )
 
 
-def _stripped(make: Any) -> Any:
-    def factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record: logging.LogRecord = make(*args, **kwargs)
-        if record.name.split(".", 1)[0] in _QUIETED:
-            kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else "message"
-            record.msg = f"{kind} at {record.filename}:{record.lineno}, text withheld"
-            record.args = None
-            record.exc_info = None
-            record.stack_info = None
-        return record
+class _Stripper:
+    """Makes log records; those of LMCache without their text, and at most one a minute from each place in its code."""
 
-    return factory
+    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
+        self._make = make
+        self._next: dict[tuple[str, int], float] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self._make(*args, **kwargs)
+        if record.name.split(".", 1)[0] not in _QUIETED:
+            return record
+        kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else "message"
+        record.msg = f"{kind} at {record.filename}:{record.lineno}, text withheld"
+        record.args = None
+        record.exc_info = None
+        record.stack_info = None
+        place = (record.filename, record.lineno)
+        if record.created < self._next.get(place, 0.0):
+            record.levelno = logging.NOTSET  # below every handler's level: not emitted
+        else:
+            self._next[place] = record.created + _REPEAT_S
+        return record
 
 
 def _log_thread_death(args: threading.ExceptHookArgs) -> None:

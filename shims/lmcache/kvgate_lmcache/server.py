@@ -115,7 +115,8 @@ class Server:
             case Op.STATUS:
                 self._reply(request_id, self._ops.status())
             case Op.STOP:
-                self._later(self._delete_threads, request_id, op, lambda: self._stop(request_id, deadline))
+                drain = Deadline(body / 1000)
+                self._later(self._delete_threads, request_id, op, lambda: self._stop(request_id, drain))
 
     def _acquire(self, request_id: int, deadline: Deadline, body: Any) -> None:
         refs = decode_refs(body)
@@ -151,9 +152,9 @@ class Server:
         trouble = self._ops.delete(refs, deadline)
         self._reply(request_id, trouble or None, Code.UNAVAILABLE if trouble else Code.OK)
 
-    def _stop(self, request_id: int, deadline: Deadline) -> None:
+    def _stop(self, request_id: int, drain: Deadline) -> None:
         self.drained = True
-        if not self._ops.drain(deadline):
+        if not self._ops.drain(drain):
             _log.warning("stopped_before_l2_was_drained", objects=self._ops.watch.pending_count())
         self._reply(request_id, None)
         self.ended.set()

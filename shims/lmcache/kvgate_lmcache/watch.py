@@ -80,6 +80,14 @@ class L2Watch(L1ManagerListener):
         with self._changed:
             return self._changed.wait_for(idle, timeout=deadline.left_s())
 
+    def damaged(self, adapter: Any, key: Any) -> None:
+        """Note that ``adapter`` has an object that is not whole."""
+        with self._changed:
+            self.load_failed_objects += 1
+            self._damaged.append((adapter, key))
+        self._tell("l2_load_failed", 1)
+        self.on_change()
+
     def has_damaged(self) -> bool:
         """Whether ``take_damaged`` would return something."""
         return bool(self._damaged)

@@ -1,0 +1,328 @@
+"""Processes that die, hang or come back, on the LMCache backend."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvgate.storage.backend import ObjectRef, PoolInfo, Reservation, StorageUnavailable
+from kvgate.storage.lmcache import LMCacheBackend, LMCacheConfig
+from kvgate.storage.pool import SHM_DIR
+from kvgate.storage.run_folder import process_started
+from tests.storage.conftest import needs_lmcache
+from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), needs_lmcache]
+
+# Long deadlines beside a short patience: a call that fails only at its deadline fails the test.
+LONG_S = 600.0
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own(tmp_path: Path) -> AsyncIterator[Harness]:
+    """An LMCache backend of this test's own."""
+    backend = LMCacheBackend(LMCacheConfig(state_dir=tmp_path / "state", pool_bytes=POOL_BYTES, restart_pause_s=0.01))
+    await backend.start()
+    yield Harness(backend)
+    await backend.stop(0)
+
+
+def lmcache_of(store: Harness) -> LMCacheBackend:
+    """The harness's backend with its own type."""
+    assert isinstance(store.backend, LMCacheBackend)
+    return store.backend
+
+
+def send(store: Harness, number: signal.Signals) -> int:
+    """Signal the storage process; its pid."""
+    pid = lmcache_of(store).process_pid
+    assert pid is not None
+    os.kill(pid, number)
+    return pid
+
+
+async def next_generation(store: Harness, old: PoolInfo) -> PoolInfo:
+    """Wait until another pool than ``old`` is up."""
+    async with asyncio.timeout(SOON_S):
+        while (pool := store.backend.pool) is None or pool == old:  # noqa: ASYNC110  # the callback has its own test
+            await asyncio.sleep(0.01)
+    return pool
+
+
+def pool_of(store: Harness) -> PoolInfo:
+    """The live pool."""
+    pool = store.backend.pool
+    assert pool is not None
+    return pool
+
+
+async def test_the_death_of_the_process_is_told_and_a_new_generation_serves(own: Harness) -> None:
+    """Callbacks hear of the loss, then of the new pool; the old pool is gone, the new one has another name."""
+    heard: list[PoolInfo | None] = []
+    own.backend.on_generation(heard.append)
+    old = pool_of(own)
+    send(own, signal.SIGKILL)
+    new = await next_generation(own, old)
+    assert heard == [None, new]
+    assert new.generation > old.generation
+    assert new.name != old.name
+    assert not (SHM_DIR / old.name).exists()
+    ref = new_ref()
+    await own.put(ref)
+    assert await own.read(ref) == content(ref)
+
+
+async def test_calls_under_way_fail_at_once_when_the_process_dies(own: Harness) -> None:
+    """Calls a stopped process never answers end with its death, long before their deadline."""
+    ref = new_ref()
+    await own.put(ref)
+    opened = await own.open(new_ref())
+    send(own, signal.SIGSTOP)
+    refs = [ref]
+    calls = [
+        own.backend.probe(refs, LONG_S),
+        own.backend.acquire(refs, LONG_S),
+        own.backend.reserve([new_ref()], LONG_S),
+        own.backend.commit([opened.reservation], LONG_S),
+        own.backend.abort([opened.reservation], LONG_S),
+        own.backend.delete(refs, LONG_S),
+        own.backend.status(LONG_S),
+    ]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in tasks)
+    send(own, signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [StorageUnavailable] * len(calls)
+
+
+async def test_while_no_process_serves_calls_fail_at_once(own: Harness) -> None:
+    """Between death and new start every call raises StorageUnavailable, and status still answers."""
+    send(own, signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        while own.backend.pool is not None:  # noqa: ASYNC110  # the point is to look without a callback
+            await asyncio.sleep(0.001)
+    with pytest.raises(StorageUnavailable):
+        await own.backend.probe([new_ref()], LONG_S)
+    with pytest.raises(StorageUnavailable):
+        await own.backend.reserve([new_ref()], LONG_S)
+    with pytest.raises(StorageUnavailable):
+        await own.backend.commit([1], LONG_S)
+    await own.backend.release([1])
+    assert (await own.backend.status(LONG_S))["state"] == "restarting"
+
+
+async def test_ids_of_an_older_generation_name_nothing(own: Harness) -> None:
+    """Reservations and holds of a dead process are unknown to the next, whatever ids that one gives out."""
+    ref, writing = new_ref(), new_ref()
+    await own.put(ref)
+    held = await own.hold(ref)
+    opened = await own.open(writing)
+    old = pool_of(own)
+    send(own, signal.SIGKILL)
+    await next_generation(own, old)
+    fresh = [await own.open(new_ref()) for _ in range(8)]
+    assert await own.commit(opened) == [False]
+    await own.abort(opened)
+    before = await own.counter("unknown_releases")
+    await own.release(held)
+    assert await own.counter("unknown_releases") == before + 1
+    assert await own.probe(writing) == [False]
+    assert await own.commit(*fresh) == [True] * 8
+
+
+@pytest.mark.parametrize("written", [0, 1, 350_000, 700_000])
+async def test_what_was_never_committed_is_invisible_after_a_kill(own: Harness, written: int) -> None:
+    """A writer that got to byte n when everything died left nothing."""
+    ref = new_ref(700_000)
+    opened = await own.open(ref)
+    own.mapping.slice(opened.slot)[:written] = content(ref)[:written]
+    old = pool_of(own)
+    send(own, signal.SIGKILL)
+    await next_generation(own, old)
+    assert await own.probe(ref) == [False]
+    assert await own.acquire(ref) == [None]
+    await own.put(ref)
+    assert await own.read(ref) == content(ref)
+
+
+@pytest.mark.parametrize("round_number", range(3))
+async def test_a_kill_during_stores_leaves_whole_objects_or_none(own: Harness, round_number: int, tmp_path: Path) -> None:
+    """After a kill -9 in the middle of L2 writes each object is absent or has exactly its bytes."""
+    settled = [new_ref(300_000) for _ in range(4)]
+    await own.put(*settled)
+    await own.settle()
+    refs = [new_ref(900_000) for _ in range(12)]
+    await own.put(*refs)
+    await asyncio.sleep(random.Random(round_number).uniform(0, 0.02))
+    old = pool_of(own)
+    send(own, signal.SIGKILL)
+    await next_generation(own, old)
+    assert [await own.read(ref) for ref in settled] == [content(ref) for ref in settled]
+    for ref in refs:
+        (there,) = await own.probe(ref)
+        assert await own.read(ref) == (content(ref) if there else None)
+    live = pool_of(own).name.removeprefix("lmcache_l1_pool_kvgate_")
+    folders = [path.name for path in (tmp_path / "state" / "l2").iterdir() if path.is_dir()]
+    assert folders == [f"kvgate-tmp-{live}"]
+
+
+@pytest.mark.parametrize("round_number", range(3))
+async def test_a_kill_during_loads_fails_them_and_loses_nothing(own: Harness, round_number: int) -> None:
+    """Loads under way when the process dies end with StorageUnavailable; the next process serves the objects whole."""
+    refs = [new_ref(900_000) for _ in range(12)]
+    await own.put(*refs)
+    await own.push_out_of_l1()
+    old = pool_of(own)
+    load = asyncio.ensure_future(own.backend.acquire(refs, LONG_S))
+    await asyncio.sleep(random.Random(round_number).uniform(0, 0.004))
+    send(own, signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        (answer,) = await asyncio.gather(load, return_exceptions=True)
+    assert isinstance(answer, StorageUnavailable | list)
+    await next_generation(own, old)
+    assert [await own.read(ref) for ref in refs] == [content(ref) for ref in refs]
+
+
+async def test_a_process_that_keeps_dying_is_started_again_each_time(own: Harness) -> None:
+    """Three kills, three new generations, and what L2 has is still there."""
+    ref = new_ref()
+    await own.put(ref)
+    await own.settle()
+    for _ in range(3):
+        old = pool_of(own)
+        send(own, signal.SIGKILL)
+        await next_generation(own, old)
+    assert await own.read(ref) == content(ref)
+    assert await own.counter("restarts") == 3
+
+
+async def test_a_process_that_hangs_costs_a_deadline_and_no_hold(own: Harness) -> None:
+    """Answers that come after the deadline are given back: no hold and no reservation stays with nobody."""
+    ref = new_ref()
+    await own.put(ref)
+    pid = send(own, signal.SIGSTOP)
+    assert await own.backend.acquire([ref], 0.05) == [None]
+    assert await own.backend.probe([ref], 0.05) == [None]
+    with pytest.raises(StorageUnavailable):
+        await own.backend.reserve([new_ref()], 0.05)
+    with pytest.raises(StorageUnavailable):
+        await own.backend.status(0.05)
+    os.kill(pid, signal.SIGCONT)
+    await own.until("late_answers", 2)
+    await own.until("holds", 0)
+    await own.until("reservations", 0)
+    assert await own.read(ref) == content(ref)
+
+
+async def test_a_caller_that_gives_up_leaves_no_hold(own: Harness) -> None:
+    """A cancelled acquire or reserve is given back when its answer comes."""
+    ref = new_ref()
+    await own.put(ref)
+    pid = send(own, signal.SIGSTOP)
+    tasks = [
+        asyncio.ensure_future(own.backend.acquire([ref], LONG_S)),
+        asyncio.ensure_future(own.backend.reserve([new_ref()], LONG_S)),
+    ]
+    await asyncio.sleep(0.05)
+    for task in tasks:
+        task.cancel()
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [asyncio.CancelledError] * 2
+    os.kill(pid, signal.SIGCONT)
+    await own.until("late_answers", 2)
+    await own.until("holds", 0)
+    await own.until("reservations", 0)
+
+
+async def test_a_cancelled_caller_whose_answer_has_come_leaves_no_hold(own: Harness) -> None:
+    """Also where the answer arrived in the very turn of the loop in which the caller was cancelled."""
+    ref = new_ref()
+    await own.put(ref)
+    for _ in range(50):
+        task = asyncio.ensure_future(own.backend.acquire([ref], LONG_S))
+        for _ in range(random.randrange(1, 40)):
+            await asyncio.sleep(0)
+        task.cancel()
+        (answer,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(answer, list):
+            await own.backend.release([held.hold for held in answer if held is not None])
+    await own.until("holds", 0)
+
+
+async def test_calls_in_flight_are_bounded(tmp_path: Path) -> None:
+    """Beyond the limit a call waits for a place until its own deadline, and is refused."""
+    backend = LMCacheBackend(LMCacheConfig(state_dir=tmp_path, pool_bytes=POOL_BYTES, max_calls=2))
+    await backend.start()
+    try:
+        pid = backend.process_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        waiting = [asyncio.ensure_future(backend.status(LONG_S)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(StorageUnavailable, match="too many"):
+            await backend.reserve([new_ref()], 0.05)
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.gather(*waiting)
+        assert isinstance((await backend.reserve([new_ref()], SOON_S))[0], Reservation)
+    finally:
+        await backend.stop(0)
+
+
+async def test_a_stopped_process_does_not_keep_stop_waiting_for_ever(tmp_path: Path) -> None:
+    """Stop ends a process that does not answer, and leaves neither pool nor socket."""
+    backend = LMCacheBackend(LMCacheConfig(state_dir=tmp_path, pool_bytes=POOL_BYTES))
+    await backend.start()
+    pool, pid = backend.pool, backend.process_pid
+    assert pool is not None
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(2 * SOON_S):
+        await backend.stop(0)
+    assert not (SHM_DIR / pool.name).exists()
+    assert process_started(pid) == 0
+    assert not list((tmp_path / "storage").glob("*.sock"))
+
+
+async def test_a_stop_during_a_restart_leaves_nothing(own: Harness, tmp_path: Path) -> None:
+    """Stopping while the next process is still coming up ends that one too."""
+    pool = pool_of(own)
+    send(own, signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        while own.backend.pool is not None:  # noqa: ASYNC110  # the point is to look without a callback
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.5)
+    await own.backend.stop(0)
+    assert not (SHM_DIR / pool.name).exists()
+    assert not list((tmp_path / "state" / "storage").glob("*.sock"))
+    record = lmcache_of(own)._folder.read()
+    assert record is not None
+    assert not list(SHM_DIR.glob(f"*{record.start_id}*"))
+    assert record.pid == 0 or process_started(record.pid) == 0
+
+
+async def test_a_full_restart_finds_what_was_stored(tmp_path: Path) -> None:
+    """Stop, start on the same state: every settled object is there, byte for byte, under a higher generation."""
+    refs = [ObjectRef(os.urandom(32), size, b"d" * 32) for size in (1, 4096, 70_001, 1 << 20)]
+    generations = []
+    for _ in range(2):
+        backend = LMCacheBackend(LMCacheConfig(state_dir=tmp_path, pool_bytes=POOL_BYTES))
+        await backend.start()
+        store = Harness(backend)
+        generations.append(pool_of(store).generation)
+        if len(generations) == 1:
+            await store.put(*refs)
+        else:
+            held = [await store.hold(ref) for ref in refs]
+            assert [one.tier for one in held] == ["l2"] * len(refs)
+            assert [store.bytes_at(one.slot) for one in held] == [content(ref) for ref in refs]
+        await backend.stop(SOON_S)
+    assert generations[1] > generations[0]
