@@ -37,8 +37,10 @@ STATUS_S = 2.0
 class Gateway:
     """One running gateway."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, backend: StorageBackend | None = None) -> None:
+        """``backend``: one that is ready to start; by default the one ``config`` names."""
         self.config = config
+        self._given = backend
         self._started = time.monotonic()
         self._state_dir = StateDir(Path(config.state_dir))
         self._metrics = Metrics()
@@ -55,7 +57,7 @@ class Gateway:
         try:
             keys = load_or_create(config.secret_path)
             policy = Policy(keys.secret, config.domain, read_credentials(config.credentials_file))
-            backend = self._backend = make_backend(config)
+            backend = self._backend = self._given or make_backend(config)
             self._registry = Registry(keys.handle, config.chunk_tokens, config.codec, config.numerics_class_names())
             self._leases = LeaseTable(keys.lease, config.max_leases)
             self._reads = Reads(
@@ -93,11 +95,11 @@ class Gateway:
     async def stop(self) -> None:
         """Connections first, then the storage process with its pending writes, then sockets and lock."""
         if self._server is not None:
-            await self._server.stop()
+            await self._server.stop(self.config.drain_s)
         await self._admin.stop()
         if self._backend is not None:
             await self._backend.stop(self.config.drain_s)
-            self._writes_close()
+        await self._close_paths()
         self._pool.switch(None)
         self._state_dir.release()
 
@@ -148,9 +150,11 @@ class Gateway:
             return "starting"
         return "" if self._backend.pool is not None else "the storage process is restarting"
 
-    def _writes_close(self) -> None:
-        if hasattr(self, "_writes"):
-            self._writes.writers.close()
+    async def _close_paths(self) -> None:
+        # Both are missing where the start failed early.
+        for path in (getattr(self, "_writes", None), getattr(self, "_reads", None)):
+            if path is not None:
+                await path.close()
 
     def _watch_gauges(self) -> None:
         gauges: list[tuple[str, str, Callable[[], float]]] = [

@@ -26,10 +26,14 @@ _ID_BYTES: Final = 16
 
 @dataclass(eq=False)
 class HeldChunk:
-    """One acquired chunk: per rectangle of the plan the hold and the payload digest its envelope vouches for."""
+    """One acquired chunk: per rectangle of the plan the hold and the payload digest its envelope vouches for.
+
+    ``quarantined``: a worker found other bytes than that. It stays held till the release, but is handed out no more.
+    """
 
     holds: tuple[Held, ...]
     payload_digests: tuple[bytes, ...]
+    quarantined: bool = False
 
 
 @dataclass(eq=False)
@@ -48,6 +52,11 @@ class Lease:
     released: bool = False
     probe: asyncio.Task[int] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def usable(self, index: int) -> HeldChunk | None:
+        """The chunk if it is held and good."""
+        held = self.held.get(index)
+        return None if held is None or held.quarantined else held
 
     @property
     def rectangles(self) -> int:

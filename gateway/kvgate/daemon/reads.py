@@ -10,6 +10,7 @@ from typing import Final
 import structlog
 
 from kvgate.contract.address import shard_address
+from kvgate.daemon.background import end_tasks
 from kvgate.daemon.errors import Refused
 from kvgate.daemon.leases import HeldChunk, Lease, LeaseTable
 from kvgate.daemon.metrics import Metrics
@@ -133,6 +134,7 @@ class Reads:
             self._metrics.storage_faults.labels("acquire").inc()
         finally:
             lease.lock.release()
+        lease.registration.require_sealed()
         return first if lease.released else end
 
     async def _believed(self, lease: Lease, wait_s: float) -> int:
@@ -145,6 +147,7 @@ class Reads:
         return self._presence.contiguous(lease.chunks, lease.rectangles)
 
     async def _acquire_batch(self, lease: Lease, first: int, last: int, deadline_s: float) -> int:
+        last = next((index for index in range(first, last) if index in lease.held and not lease.usable(index)), last)
         wanted = [index for index in range(first, last) if index not in lease.held]
         refs = [ref for index in wanted for ref in self._refs(lease, index)]
         generation = self._pool.generation
@@ -163,8 +166,7 @@ class Reads:
                 lease.held[index] = HeldChunk(tuple(hold for hold in holds if hold is not None), digests)
                 for hold in holds:
                     self._metrics.acquired.labels(hold.tier if hold else "none").inc()
-        if spare:
-            await self._backend.release([hold.hold for hold in spare])
+        await self._give_back([hold.hold for hold in spare])
         return broken
 
     def _vouched(self, lease: Lease, index: int, holds: list[Held | None]) -> tuple[bytes, ...] | None:
@@ -187,11 +189,13 @@ class Reads:
     async def load(self, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
         """Where the payloads of acquired ``chunks`` lie for the worker that holds ``rectangle``."""
         info = self._pool.info
+        if lease.released:
+            raise Refused("denied", "the lease is released", field="lease", remedy="bind again")
         if len(self._loads) >= MAX_OPEN_LOADS:
             raise Refused("busy", "too many loads are open", remedy="finish some first")
         slots, opened = [], {}
         for index in chunks:
-            held = lease.held.get(index)
+            held = lease.usable(index)
             if held is None:
                 raise Refused("denied", "the lease does not hold a chunk", field="chunks", remedy="acquire it first")
             slot, digest = held.holds[rectangle].slot, held.payload_digests[rectangle]
@@ -214,11 +218,15 @@ class Reads:
         load = self._loads.get(ticket)
         if load is None or load.session != session:
             return False
+        if not load.chunks.keys() >= set(mismatched):
+            # The load stays open: whoever sent this can still close it, and a lost connection does.
+            raise Refused("malformed", "names a chunk that was not loaded", field="mismatched")
         del self._loads[ticket]
-        for index in mismatched:
-            if index not in load.chunks:
-                raise Refused("malformed", "names a chunk that was not loaded", field="mismatched")
+        for index in set(mismatched):
             log.error("payload.mismatch", chunk_index=index)
+            held = load.lease.held.get(index)
+            if held is not None:
+                held.quarantined = True
             self.quarantine(load.lease, index, load.chunks[index][0], "payload_digest")
         valid = load.generation == self._pool.generation and load.lease.registration.sealed
         self._metrics.loads.labels("good" if valid and not mismatched else "bad").inc(len(load.chunks))
@@ -227,12 +235,7 @@ class Reads:
 
     async def release(self, lease: Lease) -> None:
         """Give everything back that ``lease`` holds; loads under way keep it until they are closed. Once, then nothing."""
-        if lease.released:
-            return
-        lease.released = True
-        if lease.probe is not None:
-            lease.probe.cancel()
-        if lease.open_loads == 0:
+        if self._retire(lease) and lease.open_loads == 0:
             await self._free(lease)
 
     async def drop_session(self, session: int) -> None:
@@ -241,14 +244,30 @@ class Reads:
             if load.session == session:
                 del self._loads[ticket]
                 await self._close_load(load)
-        for lease in self._leases.of_session(session):
-            await self.release(lease)
+        leases = [lease for lease in self._leases.of_session(session) if self._retire(lease)]
+        # Idle ones first: one that waits for storage must not hold up the rest.
+        for lease in sorted(leases, key=lambda lease: lease.lock.locked()):
+            if lease.open_loads == 0:
+                await self._free(lease)
+
+    def _retire(self, lease: Lease) -> bool:
+        """Nothing more is taken under ``lease``; False where that was so already."""
+        if lease.released:
+            return False
+        lease.released = True
+        if lease.probe is not None:
+            lease.probe.cancel()
+        return True
 
     def void(self) -> None:
         """The pool is gone: no hold of it means anything any more."""
         self._presence.clear()
         for lease in self._leases:
             lease.held.clear()
+
+    async def close(self) -> None:
+        """End what still runs in the background."""
+        await end_tasks(self._background)
 
     def quarantine(self, lease: Lease, index: int, rectangle: int, why: str) -> None:
         """Remove an object that is not what its address says, from every tier, in the background."""
@@ -276,8 +295,17 @@ class Reads:
             holds = [hold.hold for chunk in lease.held.values() for hold in chunk.holds]
             lease.held.clear()
             self._leases.remove(lease)
-        if holds:
+        await self._give_back(holds)
+
+    async def _give_back(self, holds: list[int]) -> None:
+        if not holds:
+            return
+        try:
             await self._backend.release(holds)
+        except StorageUnavailable:
+            # Nothing else is to be done about them: they end with their pool.
+            self._metrics.storage_faults.labels("release").inc()
+            log.warning("release.failed", holds=len(holds))
 
     def _refs(self, lease: Lease, index: int) -> list[ObjectRef]:
         return shard_refs(lease.registration, lease.chunks[index])

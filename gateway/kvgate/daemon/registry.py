@@ -1,8 +1,10 @@
 """Registrations: what the loaders of one engine start reported, sealed once all ranks agree.
 
-A registration belongs to (engine, generation). It is usable while every rank of its plan has a live session and nobody revoked it;
-a higher generation of the same engine revokes it for good. Handles are made with a key of the deployment, from the contracts and the
-engine's random bytes: nobody can guess one, and a restarted gateway gives the same engine the same handle.
+A registration belongs to (domain, engine, generation). It is usable while every rank of its plan has a live session and nobody
+revoked it; a higher generation of the same engine revokes it for good. One whose ranks are all gone is set aside: a rank that comes
+back finds it as it was, and a revoked one stays revoked for every process that had a part in it. Handles are made with a key of
+the deployment, from the contracts and the engine's random bytes: nobody can guess one, and a restarted gateway gives the same engine
+the same handle.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from kvgate.contract.plan import PartitionPlan
 from kvgate.contract.representation import Representation
 from kvgate.daemon.components import ModelDigests, StoredForm, digest_model
 from kvgate.daemon.errors import Refused
+from kvgate.daemon.processes import Process
 from kvgate.protocol.messages import RegisterWorker
 
 MAX_REGISTRATIONS: Final = 4096
+MAX_SET_ASIDE: Final = 1024
 MAX_ADAPTERS: Final = 4096
 
 Rank = tuple[int, int]
@@ -53,6 +57,7 @@ class Registration:
     digests: ModelDigests
     form: StoredForm
     live: dict[Rank, int] = field(default_factory=dict)  # rank → session that reported it
+    processes: dict[Rank, Process] = field(default_factory=dict)  # rank → process that reported it last
     adapters: OrderedDict[bytes, AdapterState] = field(default_factory=OrderedDict)
     revoked: str = ""  # why it can issue nothing more; empty while it can
 
@@ -91,6 +96,19 @@ class Registration:
     def adapter_confirmed(self, adapter: bytes) -> bool:
         """Whether every rank has confirmed it."""
         return self.adapter(adapter).confirmed >= self.live.keys() and self.sealed
+
+    def join(self, rank: Rank, session: int, process: Process) -> None:
+        """``session`` speaks for ``rank`` from now on; what another one confirmed does not count for it."""
+        if self.live.get(rank) != session:
+            self.leave(rank)
+        self.live[rank] = session
+        self.processes[rank] = process
+
+    def leave(self, rank: Rank) -> None:
+        """Nobody speaks for ``rank`` any more."""
+        self.live.pop(rank, None)
+        for state in self.adapters.values():
+            state.confirmed.discard(rank)
 
     def add_adapter(self, adapter: ArtifactSet) -> bytes:
         """Make the adapter known, provisionally; returns its digest."""
@@ -134,7 +152,8 @@ class Registry:
         self._codec = codec
         self._classes = classes
         self._by_handle: dict[bytes, Registration] = {}
-        self._newest: dict[bytes, int] = {}  # engine → highest generation seen
+        self._set_aside: dict[bytes, Registration] = {}  # handle → registration without a live rank, oldest first
+        self._newest: dict[tuple[bytes, bytes], int] = {}  # (domain, engine) → highest generation seen
 
     def __iter__(self) -> Iterator[Registration]:
         return iter(self._by_handle.values())
@@ -142,27 +161,31 @@ class Registry:
     def __len__(self) -> int:
         return len(self._by_handle)
 
-    def report(self, report: RegisterWorker, session: int, domain_key: bytes, domain: bytes) -> Registration:
+    def report(self, report: RegisterWorker, session: int, process: Process, domain_key: bytes, domain: bytes) -> Registration:
         """One rank's report. Raises ``Refused``; a rank that disagrees with the others revokes the registration for all."""
+        # First of all, whatever becomes of the report: its engine has new weights, so the old contract is wrong.
+        self._supersede(report, domain)
         self._check(report)
-        if report.generation < self._newest.get(report.engine, 0):
-            raise Refused("revoked", "the engine has loaded newer weights since", field="generation")
         registration = self._find(report.engine, report.generation, domain)
         if registration is None:
             registration = self._open(report, domain_key, domain)
         else:
             self._require_agreement(registration, report)
         rank = (report.pp_rank, report.tp_rank)
-        registration.live[rank] = session
+        registration.join(rank, session, process)
+        self._leave(session, registration, rank)
         return registration
 
-    def by_handle(self, handle: bytes) -> Registration:
-        """Look a handle up; raises ``Refused`` where it is unknown."""
-        registration = self._by_handle.get(handle)
-        if registration is None:
-            # After a gateway restart the workers come back by themselves; a forged handle gets the same words.
+    def by_handle(self, handle: bytes, domain: bytes) -> Registration:
+        """Look a handle up; raises ``Refused`` where it is unknown in ``domain``."""
+        registration = self._by_handle.get(handle) or self._set_aside.get(handle)
+        if registration is None or registration.domain != domain:
+            # After a gateway restart the workers come back by themselves; a forged handle and one of another domain get the same words.
             raise Refused(
-                "unsealed", "no worker has registered under this handle", field="handle", remedy="wait for the workers"
+                "unsealed",
+                "no worker has registered under this handle",
+                field="handle",
+                remedy="wait for the workers; they must use the same credential",
             )
         return registration
 
@@ -174,19 +197,40 @@ class Registry:
                 state.changed.set()
 
     def drop_session(self, session: int) -> None:
-        """A connection is gone: its ranks are missing again; a registration without any rank is forgotten."""
-        for handle, registration in list(self._by_handle.items()):
-            gone = [rank for rank, owner in registration.live.items() if owner == session]
-            for rank in gone:
-                del registration.live[rank]
-                for state in registration.adapters.values():
-                    state.confirmed.discard(rank)
+        """A connection is gone: its ranks are missing again; a registration without any rank is set aside."""
+        self._leave(session)
+
+    def _leave(self, session: int, stays: Registration | None = None, rank: Rank = (0, 0)) -> None:
+        """End all that ``session`` speaks for, but for ``rank`` of ``stays``."""
+        for registration in list(self._by_handle.values()):
+            gone = [one for one, owner in registration.live.items() if owner == session]
+            for one in gone:
+                if registration is not stays or one != rank:
+                    registration.leave(one)
             if gone and not registration.live:
-                self.revoke(registration, "all workers are gone")
-                del self._by_handle[handle]
-                if not any(other.engine == registration.engine for other in self._by_handle.values()):
-                    # A fixed engine id may be used again by the next start, which counts from zero.
-                    self._newest.pop(registration.engine, None)
+                self._put_aside(registration)
+
+    def _put_aside(self, registration: Registration) -> None:
+        del self._by_handle[registration.handle]
+        self._set_aside[registration.handle] = registration
+        while len(self._set_aside) > MAX_SET_ASIDE:
+            # A revoked one is the last to be forgotten: some process may still hold the wrong weights.
+            harmless = (handle for handle, one in self._set_aside.items() if not one.revoked)
+            del self._set_aside[next(harmless, next(iter(self._set_aside)))]
+        name = (registration.domain, registration.engine)
+        if not any((other.domain, other.engine) == name for other in self._by_handle.values()):
+            # A fixed engine id may be used again by the next start, which counts from zero.
+            self._newest.pop(name, None)
+
+    def _supersede(self, report: RegisterWorker, domain: bytes) -> None:
+        name = (domain, report.engine)
+        if report.generation < self._newest.get(name, 0):
+            raise Refused("revoked", "the engine has loaded newer weights since", field="generation")
+        for other in (*self._by_handle.values(), *self._set_aside.values()):
+            if (other.domain, other.engine) == name and other.generation < report.generation:
+                self.revoke(other, "the engine loaded its weights anew")
+        if any((other.domain, other.engine) == name for other in self._by_handle.values()):
+            self._newest[name] = report.generation
 
     def _find(self, engine: bytes, generation: int, domain: bytes) -> Registration | None:
         for registration in self._by_handle.values():
@@ -197,19 +241,28 @@ class Registry:
     def _open(self, report: RegisterWorker, domain_key: bytes, domain: bytes) -> Registration:
         if len(self._by_handle) >= MAX_REGISTRATIONS:
             raise Refused("busy", "too many engines are registered", remedy="stop engines that are not in use")
-        for other in self._by_handle.values():
-            if other.engine == report.engine and other.generation < report.generation:
-                self.revoke(other, "the engine loaded its weights anew")
-        self._newest[report.engine] = report.generation
-        while len(self._newest) > 4 * MAX_REGISTRATIONS:
-            del self._newest[next(iter(self._newest))]
         digests = digest_model(report.model)
         form = StoredForm.of(report.representation, report.plan)
         named = [report.engine, report.generation, domain, digests.model, form.representation_digest, form.plan_digest]
         handle = keyed(self._handle_key, encode(named))
-        registration = Registration(report.engine, report.generation, handle, domain_key, domain, report.model, digests, form)
+        registration = self._take_back(handle)
+        if registration is None:
+            registration = Registration(
+                report.engine, report.generation, handle, domain_key, domain, report.model, digests, form
+            )
         self._by_handle[handle] = registration
+        self._newest[domain, report.engine] = report.generation
         return registration
+
+    def _take_back(self, handle: bytes) -> Registration | None:
+        """The registration of this very handle that was set aside; raises ``Refused`` where it was revoked."""
+        registration = self._set_aside.get(handle)
+        if registration is None:
+            return None
+        if registration.revoked and any(process.lives() for process in registration.processes.values()):
+            registration.require_sealed()
+        del self._set_aside[handle]
+        return None if registration.revoked else registration
 
     def _require_agreement(self, registration: Registration, report: RegisterWorker) -> None:
         registration_parts = (registration.model, registration.form.representation, registration.form.plan)

@@ -23,6 +23,7 @@ log = structlog.get_logger(__name__)
 
 HELLO_S = 5.0
 WRITE_S = 10.0
+FLUSH_S = 1.0
 _PEER = struct.Struct("iII")
 
 
@@ -35,37 +36,41 @@ class ControlServer:
         self._max_sessions = max_sessions
         self._max_requests = max_requests_per_session
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
 
     async def start(self, path: Path) -> None:
         """Listen on ``path``, mode 0600."""
         self._server = await asyncio.start_unix_server(self._accept, path=str(path), backlog=128)
         make_private(path)
 
-    async def stop(self) -> None:
-        """Accept nobody any more and end all connections."""
+    async def stop(self, wait_s: float) -> None:
+        """Accept nobody any more and end all connections; requests that storage holds up are cut off after ``wait_s``."""
         if self._server is not None:
             self._server.close()
-        for task in list(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        for connection in self._connections.values():
+            connection.end()
+        if self._connections:
+            await asyncio.wait(set(self._connections), timeout=wait_s)
+        if self._connections:
+            log.warning("server.cut_off", connections=len(self._connections))
+            for connection in self._connections.values():
+                connection.cut_off()
+            await asyncio.wait(set(self._connections), timeout=wait_s)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None, "asyncio runs the callback in a task"
         if len(self._connections) >= self._max_sessions:
             log.warning("session.refused", reason="max_sessions", limit=self._max_sessions)
-            writer.close()
+            writer.transport.abort()
             return
-        self._connections.add(task)
-        self._metrics.sessions.inc()
         connection = _Connection(self._service, self._metrics, reader, writer, self._max_requests)
+        self._connections[task] = connection
+        self._metrics.sessions.inc()
         try:
             await connection.run()
-        except asyncio.CancelledError:
-            log.debug("session.cancelled")
         finally:
-            self._connections.discard(task)
+            del self._connections[task]
             self._metrics.sessions.dec()
 
 
@@ -88,11 +93,16 @@ class _Connection:
         self._session: Session = service.open_session(_peer_pid(writer))
         self._running: set[asyncio.Task[None]] = set()
         self._write_lock = asyncio.Lock()
+        self._serving = asyncio.create_task(self._serve())
 
     async def run(self) -> None:
-        """Serve until the peer goes or breaks the protocol."""
+        """Serve until the peer goes or breaks the protocol, or ``end`` is called."""
+        await asyncio.wait({self._serving})
         try:
-            await self._serve()
+            self._serving.result()
+            log.info("session.closed", reason="hello refused")
+        except asyncio.CancelledError:
+            log.debug("session.closed", reason="the gateway stops")
         except (asyncio.IncompleteReadError, ConnectionError):
             log.debug("session.closed", role=self._session.role)
         except TimeoutError:
@@ -100,12 +110,22 @@ class _Connection:
         except ContractError as error:
             log.warning("session.closed", reason="malformed frame", field=error.field, problem=error.problem)
         finally:
-            await asyncio.shield(asyncio.ensure_future(self._close()))
+            await self._close()
+
+    def end(self) -> None:
+        """Read no more requests, and close."""
+        self._serving.cancel()
+
+    def cut_off(self) -> None:
+        """Cancel the requests under way. Only when the gateway stops: their holds end with the pool."""
+        for task in self._running:
+            task.cancel()
 
     async def _serve(self) -> None:
         async with asyncio.timeout(HELLO_S):
-            frame = await self._read()
-            await self._handle(frame)
+            await self._handle(await self._read())
+        if not self._session.greeted:
+            return
         while True:
             frame = await self._read()
             if len(self._running) >= self._max_requests:
@@ -125,11 +145,15 @@ class _Connection:
         with self._metrics.request_seconds.labels(kind).time():
             reply, outcome = await self._answer(frame)
         self._metrics.requests.labels(kind, outcome).inc()
+        if self._writer.is_closing():
+            await self._service.undelivered(self._session, reply)
+            return
         try:
             await self._reply(frame.id, reply)
         except (ConnectionError, TimeoutError):
             log.debug("reply.lost", message=kind)
-            self._writer.close()
+            # Not close(): that waits for the peer to read what it has not read so far.
+            self._writer.transport.abort()
 
     async def _answer(self, frame: Frame) -> tuple[Record, str]:
         try:
@@ -153,13 +177,16 @@ class _Connection:
 
     async def _close(self) -> None:
         self._writer.close()
+        await self._service.leave_session(self._session)
         # Requests under way end by their own deadlines; cancelling them could leave holds behind.
         if self._running:
             await asyncio.wait(set(self._running))
+        await self._service.close_session(self._session)
         try:
-            await self._service.close_session(self._session)
-        except StorageUnavailable:
-            log.warning("session.release_failed", reason="storage does not answer; its holds end with its pool")
+            async with asyncio.timeout(FLUSH_S):
+                await self._writer.wait_closed()
+        except (TimeoutError, OSError):
+            self._writer.transport.abort()
 
 
 def _peer_pid(writer: asyncio.StreamWriter) -> int:

@@ -19,6 +19,7 @@ from kvgate.daemon.leases import Lease, LeaseTable
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.policy import Domain, Policy
 from kvgate.daemon.presence import PresenceIndex
+from kvgate.daemon.processes import Process
 from kvgate.daemon.reads import Reads
 from kvgate.daemon.registry import Rank, Registration, Registry
 from kvgate.daemon.writers import Writer
@@ -42,6 +43,12 @@ class Session:
     rank: Rank = (0, 0)
     rectangle: int = 0
     writer: Writer | None = None
+    closed: bool = False
+
+    @property
+    def greeted(self) -> bool:
+        """Whether its hello was accepted."""
+        return self.domain is not None
 
 
 Handler = Callable[[Session, Any], Awaitable[Record]]
@@ -95,20 +102,35 @@ class Service:
         """The reply to one message; raises ``Refused``."""
         if isinstance(message, messages.Hello):
             return self._hello(session, message)
-        if session.domain is None:
+        if session.closed:
+            raise Refused("denied", "the connection is closed")
+        if not session.greeted:
             raise Refused("malformed", "the first message must be Hello", field="type", remedy="send Hello")
         handler = self._handlers.get(type(message))
         if handler is None:
             raise Refused("malformed", "is a reply, not a request", field="type")
         return await handler(session, message)
 
-    async def close_session(self, session: Session) -> None:
-        """The connection is lost: holds are given back, reservations wait for the process to commit, abort or end."""
+    async def leave_session(self, session: Session) -> None:
+        """The connection is lost: nothing new begins, its ranks are missing, its holds are given back at once."""
+        session.closed = True
         self._registry.drop_session(session.id)
+        await self._reads.drop_session(session.id)
+
+    async def close_session(self, session: Session) -> None:
+        """No request of the connection runs any more: give back what the last ones still took.
+
+        Its reservations wait for the process to commit, abort or end.
+        """
         await self._reads.drop_session(session.id)
         if session.writer is not None:
             self._writes.writers.leave(session.writer)
             session.writer = None
+
+    async def undelivered(self, session: Session, reply: Record) -> None:
+        """The connection was gone before ``reply`` was sent. Slots its peer never heard of are not written to: free again."""
+        if isinstance(reply, messages.Reserved) and session.writer is not None:
+            await self._writes.abandon(session.writer, [slot.reservation for slot in reply.slots if slot.status == "slot"])
 
     def _hello(self, session: Session, hello: messages.Hello) -> messages.Welcome:
         if session.domain is not None:
@@ -135,7 +157,8 @@ class Service:
             raise Refused("denied", "only workers register", field="role", remedy="say role worker in Hello")
         if session.writer is None:
             session.writer = self._writes.writers.join(session.pid)
-        registration = self._registry.report(report, session.id, domain.key, domain.id)
+        process = Process.of(session.pid)
+        registration = self._registry.report(report, session.id, process, domain.key, domain.id)
         session.registration = registration
         session.rank = (report.pp_rank, report.tp_rank)
         session.rectangle = registration.form.plan.rectangles_of(*session.rank)[0]
@@ -245,19 +268,20 @@ class Service:
 
     def _registration(self, session: Session, handle: bytes) -> Registration:
         """The registration behind a handle; a handle of another domain is as good as unknown."""
-        registration = self._registry.by_handle(handle)
-        if registration.domain != self._domain(session).id:
-            raise Refused("denied", "the handle belongs to another domain", field="handle")
-        return registration
+        return self._registry.by_handle(handle, self._domain(session).id)
 
     def _worker(self, session: Session) -> Registration:
-        if session.registration is None:
+        """The registration of which this connection is a rank now."""
+        registration = session.registration
+        if registration is None:
             raise Refused("denied", "this connection has registered no worker", remedy="send RegisterWorker first")
-        return session.registration
+        if not registration.revoked and registration.live.get(session.rank) != session.id:
+            raise Refused("denied", "another connection has taken this rank", remedy="one process a rank; register again")
+        return registration
 
     def _writer(self, session: Session) -> Writer:
-        self._worker(session)
-        assert session.writer is not None, "set when the worker registered"
+        if session.writer is None or session.registration is None:
+            raise Refused("denied", "this connection has registered no worker", remedy="send RegisterWorker first")
         return session.writer
 
     def _own_lease(self, session: Session, token: bytes) -> Lease:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -42,6 +43,7 @@ class Writer:
     pidfd: int
     sessions: int = 0
     exited: bool = False
+    reserving: int = 0  # asked of storage, not answered yet
     writes: dict[int, OpenWrite] = field(default_factory=dict)
 
 
@@ -84,10 +86,16 @@ class Writers:
         """Note a reservation handed to ``writer``."""
         writer.writes[write.reservation] = write
 
-    def require_room(self, writer: Writer, count: int) -> None:
-        """Raise ``Refused`` where ``count`` more writes would be too many for one process."""
-        if len(writer.writes) + count > MAX_OPEN_WRITES:
+    @contextmanager
+    def room(self, writer: Writer, count: int) -> Iterator[None]:
+        """Keep room for ``count`` more writes while storage is asked; raises ``Refused`` where one process has too many."""
+        if len(writer.writes) + writer.reserving + count > MAX_OPEN_WRITES:
             raise Refused("busy", "too many open writes", remedy="commit or abort some first")
+        writer.reserving += count
+        try:
+            yield
+        finally:
+            writer.reserving -= count
 
     def require_open(self, writer: Writer, reservations: list[int]) -> None:
         """Raise ``Refused`` unless all are open writes of this process, each named once. Nothing is changed before."""

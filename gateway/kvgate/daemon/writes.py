@@ -7,6 +7,7 @@ import asyncio
 import structlog
 
 from kvgate.contract.digests import SCHEMA
+from kvgate.daemon.background import end_tasks
 from kvgate.daemon.leases import Lease
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.pool_view import PoolView
@@ -43,11 +44,11 @@ class Writes:
 
     async def reserve(self, writer: Writer, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> Reserved:
         """Slots for this worker's shard of each chunk; what is resident already, busy or does not fit is skipped by name."""
-        self.writers.require_room(writer, len(chunks))
         addresses = [lease.chunk(index) for index in chunks]
         refs = [shard_refs(lease.registration, chunk)[rectangle] for chunk in addresses]
         info = self._pool.info
-        got = await self._backend.reserve(refs, self._storage_s)
+        with self.writers.room(writer, len(chunks)):
+            got = await self._backend.reserve(refs, self._storage_s)
         slots = []
         for index, chunk, ref, result in zip(chunks, addresses, refs, got, strict=True):
             if isinstance(result, Refusal):
@@ -98,11 +99,16 @@ class Writes:
             self._pool.write_header(write.slot, seal(self._envelope_key, self._envelope(write, item.digest)))
             ready.append(write)
         if dropped:
-            await self._backend.abort(dropped, self._storage_s)
-            self._metrics.committed.labels("aborted").inc(len(dropped))
+            await self._abort(dropped)
         if not ready:
             return 0
-        done = await self._backend.commit([write.reservation for write in ready], self._storage_s)
+        try:
+            done = await self._backend.commit([write.reservation for write in ready], self._storage_s)
+        except StorageUnavailable:
+            # Which of them became visible is unknown. Those that did not must not stay reserved for ever.
+            self._metrics.storage_faults.labels("commit").inc()
+            self._abort_soon([write.reservation for write in ready])
+            raise
         for write, visible in zip(ready, done, strict=True):
             if visible:
                 self._presence.add(write.chunk, write.rectangle)
@@ -110,6 +116,12 @@ class Writes:
         self._metrics.committed.labels("visible").inc(sum(done))
         self._metrics.committed.labels("lost").inc(len(done) - sum(done))
         return sum(done)
+
+    async def abandon(self, writer: Writer, reservations: list[int]) -> None:
+        """Drop reservations that their writer never heard of."""
+        known = [reservation for reservation in reservations if writer.writes.pop(reservation, None)]
+        if known:
+            await self._abort(known)
 
     def void(self) -> None:
         """The pool is gone, and all reservations in it."""
@@ -125,15 +137,23 @@ class Writes:
             components=write.components,
         )
 
+    async def close(self) -> None:
+        """Stop watching processes, and end what still runs in the background."""
+        self.writers.close()
+        await end_tasks(self._background)
+
     async def _undo(self, writer: Writer, got: list[Reservation | Refusal]) -> None:
         opened = [result.reservation for result in got if isinstance(result, Reservation)]
         for reservation in opened:
             writer.writes.pop(reservation, None)
-        await self._backend.abort(opened, self._storage_s)
+        await self._abort(opened)
 
     def _writer_exited(self, writes: list[OpenWrite]) -> None:
         log.info("writer.exited", open_writes=len(writes))
-        task = asyncio.create_task(self._abort([write.reservation for write in writes]))
+        self._abort_soon([write.reservation for write in writes])
+
+    def _abort_soon(self, reservations: list[int]) -> None:
+        task = asyncio.create_task(self._abort(reservations))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -144,3 +164,4 @@ class Writes:
         except StorageUnavailable:
             # The slots stay closed to everybody until the storage process restarts: memory lost, never bytes mixed.
             self._metrics.storage_faults.labels("abort").inc()
+            log.warning("abort.failed", reservations=len(reservations))
