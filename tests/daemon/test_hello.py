@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvgate.daemon.app import Gateway
-from kvgate.protocol.messages import Bind, Done, Failure, OpenEngine, Opened, RegisterWorker, Release, Welcome
+from kvgate.protocol.messages import Bind, Done, Failure, Opened, OpenEngine, RegisterWorker, Release, Welcome
 from tests.daemon import makers
 from tests.daemon.conftest import Start
 from tests.daemon.engine import Engine

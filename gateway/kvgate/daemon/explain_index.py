@@ -1,0 +1,211 @@
+"""The explain index: link of the explain chain → what was stored under it. SQLite in the data directory, one thread.
+
+It holds digests only: no token, salt or name can be read out of it. It is bounded, and it may be lost: then misses are "absent" until
+their prompts are stored again.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from kvgate.daemon.reasons import ACCESS_BYTES, SET_BYTES, Make
+
+log = structlog.get_logger(__name__)
+
+SCHEMA_VERSION: Final = 1
+APPLICATION_ID: Final = 0x6B766778  # "kvgx"
+LINK_BYTES: Final = 16
+"""Half of a link's digest: as with access, a collision would give a wrong name, nothing more."""
+MAX_MAKES: Final = 16
+"""Entries of one link and one access: the newest stay."""
+MAX_READ: Final = 64
+MAX_SETS: Final = 16_384
+BUSY_S: Final = 5.0
+_ASKED: Final = 256
+
+_TABLES: Final = f"""
+CREATE TABLE sets (id INTEGER PRIMARY KEY, parts BLOB NOT NULL UNIQUE CHECK (length(parts) = {SET_BYTES}));
+CREATE TABLE entries (
+    age INTEGER PRIMARY KEY AUTOINCREMENT,
+    link BLOB NOT NULL CHECK (length(link) = {LINK_BYTES}),
+    access BLOB NOT NULL CHECK (length(access) = {ACCESS_BYTES}),
+    parts INTEGER NOT NULL,
+    UNIQUE (link, access, parts)
+);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+_COLUMNS: Final = [("age", "link", "access", "parts"), ("id", "parts")]
+_TRIM_LINK: Final = f"""
+DELETE FROM entries WHERE age IN
+    (SELECT age FROM entries WHERE link = ? AND access = ? ORDER BY age DESC LIMIT -1 OFFSET {MAX_MAKES})
+"""
+
+
+class UnusableFile(Exception):
+    """The file is none of ours, of another schema version, or damaged; the message is the word for the log."""
+
+
+class ExplainIndex:
+    """Used by one thread only. ``add`` becomes durable with ``commit``; questions see what was added at once."""
+
+    def __init__(self, path: Path, max_entries: int) -> None:
+        """Open or make the file; what can't be used is moved aside. Raises ``sqlite3.Error`` or ``OSError`` where no file can be made."""
+        self._path = path
+        self._max_entries = max_entries
+        self._sets: dict[bytes, int] = {}
+        try:
+            self._base = _open(path)
+        except (UnusableFile, sqlite3.DatabaseError) as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise
+            self._move_aside(str(error) if isinstance(error, UnusableFile) else type(error).__name__)
+            self._base = _open(path)
+        self._count = self._number("SELECT count(*) FROM entries")
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, links: Sequence[bytes], make: Make) -> None:
+        """Note that ``make`` is stored under ``links``; what is there already becomes the newest again."""
+        number = self._set_number(make.parts)
+        # The first chunks of a prompt last: they must not be the first that age pushes out.
+        rows = [(link[:LINK_BYTES], make.access, number) for link in reversed(links)]
+        before = self._base.total_changes
+        self._base.executemany("DELETE FROM entries WHERE link = ? AND access = ? AND parts = ?", rows)
+        replaced = self._base.total_changes - before
+        self._base.executemany("INSERT INTO entries (link, access, parts) VALUES (?, ?, ?)", rows)
+        before = self._base.total_changes
+        self._base.executemany(_TRIM_LINK, [row[:2] for row in rows])
+        self._count += len(rows) - replaced - (self._base.total_changes - before)
+        if self._count > self._max_entries:
+            self._trim()
+
+    def commit(self) -> None:
+        """Make everything added so far survive the process."""
+        self._base.commit()
+
+    def roll_back(self) -> None:
+        """Forget what was added since the last commit."""
+        self._base.rollback()
+        self._sets.clear()
+        self._count = self._number("SELECT count(*) FROM entries")
+
+    def start_afresh(self, why: str) -> None:
+        """The file turned out to be damaged: move it aside and begin an empty one."""
+        self._base.close()
+        self._sets.clear()
+        self._move_aside(why)
+        self._base = _open(self._path)
+        self._count = 0
+
+    def close(self) -> None:
+        """Commit and close."""
+        self._base.commit()
+        self._base.close()
+
+    def holds(self, link: bytes, make: Make) -> bool:
+        """Whether exactly this was stored under ``link`` once."""
+        found = self._base.execute(
+            "SELECT 1 FROM entries JOIN sets ON sets.id = entries.parts WHERE link = ? AND access = ? AND sets.parts = ?",
+            (link[:LINK_BYTES], make.access, make.parts),
+        )
+        return found.fetchone() is not None
+
+    def run(self, links: Sequence[bytes], access: bytes | None) -> int:
+        """How many of ``links``, from the first on without a gap, anything (of ``access``) is known under."""
+        for at in range(0, len(links), _ASKED):
+            asked = [link[:LINK_BYTES] for link in links[at : at + _ASKED]]
+            marks = ", ".join("?" * len(asked))
+            condition, values = (" AND access = ?", [access]) if access is not None else ("", [])
+            rows = self._base.execute(f"SELECT DISTINCT link FROM entries WHERE link IN ({marks}){condition}", asked + values)
+            known = {row[0] for row in rows}
+            gap = next((index for index, link in enumerate(asked) if link not in known), None)
+            if gap is not None:
+                return at + gap
+        return len(links)
+
+    def makes(self, link: bytes, access: bytes | None) -> list[Make]:
+        """What was stored under ``link`` (with ``access``), the newest first, at most ``MAX_READ``."""
+        condition, values = (" AND access = ?", [access]) if access is not None else ("", [])
+        rows = self._base.execute(
+            "SELECT sets.parts, access FROM entries JOIN sets ON sets.id = entries.parts"
+            f" WHERE link = ?{condition} ORDER BY age DESC LIMIT {MAX_READ}",
+            [link[:LINK_BYTES], *values],
+        )
+        return [Make(parts, found) for parts, found in rows]
+
+    def _set_number(self, parts: bytes) -> int:
+        number = self._sets.get(parts)
+        if number is None:
+            if len(self._sets) >= MAX_SETS:
+                self._trim_sets()
+            self._base.execute("INSERT OR IGNORE INTO sets (parts) VALUES (?)", (parts,))
+            number = self._sets[parts] = self._number("SELECT id FROM sets WHERE parts = ?", parts)
+        return number
+
+    def _trim(self) -> None:
+        """Drop the oldest, some more than need be, so that this is not done for each further entry."""
+        spare = max(1, self._max_entries // 100)
+        drop = self._count - self._max_entries + (spare if self._max_entries > spare else 0)
+        before = self._base.total_changes
+        self._base.execute("DELETE FROM entries WHERE age IN (SELECT age FROM entries ORDER BY age LIMIT ?)", (drop,))
+        self._count -= self._base.total_changes - before
+
+    def _trim_sets(self) -> None:
+        """Drop sets that no entry names; if that is not enough, all entries go with them: it takes thousands of engines to get there."""
+        self._sets.clear()
+        self._base.execute("DELETE FROM sets WHERE id NOT IN (SELECT parts FROM entries)")
+        if self._number("SELECT count(*) FROM sets") >= MAX_SETS:
+            self._base.execute("DELETE FROM entries")
+            self._base.execute("DELETE FROM sets")
+            self._count = 0
+
+    def _number(self, question: str, *values: bytes) -> int:
+        return int(self._base.execute(question, values).fetchone()[0])
+
+    def _move_aside(self, why: str) -> None:
+        aside = self._path.with_suffix(".aside")
+        log.warning("explain.started_afresh", reason=why, old_file=aside.name)
+        self._path.replace(aside)  # the one moved aside before it is lost: there is at most one
+        for ending in ("-wal", "-shm"):
+            Path(f"{self._path}{ending}").unlink(missing_ok=True)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Made before SQLite would: its companions take over the mode of the file.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    path.chmod(0o600)
+    fresh = path.stat().st_size == 0
+    base = sqlite3.connect(path, timeout=BUSY_S)
+    try:
+        base.execute("PRAGMA journal_mode = WAL")
+        base.execute("PRAGMA synchronous = NORMAL")
+        base.execute("PRAGMA journal_size_limit = 8388608")
+        if fresh:
+            base.executescript(_TABLES)
+        _check(base)
+    except BaseException:
+        base.close()
+        raise
+    return base
+
+
+def _check(base: sqlite3.Connection) -> None:
+    def pragma(name: str) -> object:
+        return base.execute(f"PRAGMA {name}").fetchone()[0]
+
+    if pragma("application_id") != APPLICATION_ID:
+        raise UnusableFile("not an explain index")
+    if pragma("user_version") != SCHEMA_VERSION:
+        raise UnusableFile("another schema version")
+    columns = [tuple(row[1] for row in base.execute(f"PRAGMA table_info({table})")) for table in ("entries", "sets")]
+    if columns != _COLUMNS or pragma("quick_check(1)") != "ok":
+        raise UnusableFile("damaged")

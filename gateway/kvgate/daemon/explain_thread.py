@@ -1,0 +1,113 @@
+"""The one thread that reads and writes the explain index, behind a bounded queue: nobody ever waits for it to take something."""
+
+from __future__ import annotations
+
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from kvgate.daemon.explain_index import ExplainIndex
+from kvgate.daemon.reasons import UNEXPLAINED, Make, Question, Verdict, judge
+
+log = structlog.get_logger(__name__)
+
+MAX_QUEUE: Final = 4096
+BATCH_ITEMS: Final = 256
+"""Items between two commits, unless the queue runs empty first: this many are lost at worst by a kill -9."""
+IDLE_S: Final = 1.0
+MEMORY: Final = Path(":memory:")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """``make`` was stored under ``links``."""
+
+    links: tuple[bytes, ...]
+    make: Make
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A miss to explain. ``told`` gets what the requester may know, ``seen`` what the operator may; both on this thread."""
+
+    question: Question
+    told: Callable[[Verdict], None]
+    seen: Callable[[Verdict], None]
+
+
+class ExplainThread:
+    """Takes notes and questions, in order. ``lost(what)`` is called, on any thread, for what was dropped or failed."""
+
+    def __init__(
+        self, path: Path, max_entries: int, lost: Callable[[str, int], None], *, max_queue: int = MAX_QUEUE
+    ) -> None:
+        self._path = path
+        self._max_entries = max_entries
+        self._lost = lost
+        self._queue: queue.Queue[Note | Ask] = queue.Queue(max_queue)
+        self._stopping = threading.Event()
+        self._entries = 0
+        self._thread = threading.Thread(target=self._run, name="kvgate-explain", daemon=True)
+
+    @property
+    def entries(self) -> int:
+        """Entries in the index, as of the last batch."""
+        return self._entries
+
+    def start(self) -> None:
+        """Begin; the file is opened on the thread."""
+        self._thread.start()
+
+    def take(self, item: Note | Ask) -> bool:
+        """Queue an item; False, and counted, where the queue is full or the thread ends."""
+        if not self._stopping.is_set():
+            try:
+                self._queue.put_nowait(item)
+            except queue.Full:
+                pass  # counted below, as after the end
+            else:
+                return True
+        self._lost("note" if isinstance(item, Note) else "question", 1)
+        return False
+
+    def close(self, wait_s: float) -> None:
+        """Work off what is queued, commit, and end; waits at most ``wait_s``."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        index = self._open()
+        while index is not None:
+            batch = self._batch()
+            if not batch and self._stopping.is_set():
+                break
+            self._work(index, batch)
+            self._entries = len(index)
+        if index is not None:
+            index.close()
+
+    def _open(self) -> ExplainIndex | None:
+        try:
+            return ExplainIndex(self._path, self._max_entries)
+        except (sqlite3.Error, OSError) as error:
+            log.error("explain.not_persisted", error=type(error).__name__, remedy="see data_dir; until a restart it is in memory")
+        return ExplainIndex(MEMORY, self._max_entries)
+
+    def _batch(self) -> list[Note | Ask]:
+        try:
+            batch = [self._queue.get(timeout=0.0 if self._stopping.is_set() else IDLE_S)]
+        except queue.Empty:
+            return []
+        while len(batch) < BATCH_ITEMS:
+            try:
+                batch.append(self._queue.get_nowait())
+            except queue.Empty:
+                break
+        return batch

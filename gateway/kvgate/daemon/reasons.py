@@ -1,0 +1,111 @@
+"""Why a lookup missed: what was asked for beside what is stored of the same prompt. Pure: the index is asked through ``Known``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvgate.contract.digests import DIGEST_BYTES
+from kvgate.contract.table import COMPONENTS
+from kvgate.storage.envelope import Components
+
+_FIELDS: Final = {name: name.replace(" ", "_") for name in COMPONENTS if name != "scope"}
+_NONE: Final = bytes(DIGEST_BYTES)
+"""An explicit "none" (no adapter). No digest is all zeros: the contract refuses that."""
+_SHORT_BYTES: Final = 8
+SET_BYTES: Final = len(_FIELDS) * DIGEST_BYTES
+ACCESS_BYTES: Final = 16
+"""Half of a digest: a collision would give one miss a wrong name, nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """What an object is made of: ``parts``, the digests of all components but access, in the table's order, and its ``access``."""
+
+    parts: bytes
+    access: bytes
+
+    @classmethod
+    def of(cls, components: Components) -> Make:
+        """The same components in the index's form."""
+        digests = [getattr(components, field) or _NONE for field in _FIELDS.values()]
+        return cls(b"".join(digests), components.access[:ACCESS_BYTES])
+
+    def differing(self, other: Make) -> tuple[str, ...]:
+        """Names of the components in which both differ, in the table's order."""
+        mine, theirs = self._digests(), other._digests()
+        return tuple(name for name in COMPONENTS if mine[name] != theirs[name])
+
+    def short(self) -> dict[str, str]:
+        """Component name → 16 hexadecimal digits, or "none": enough to tell two apart, of no other use."""
+        return {name: digest[:_SHORT_BYTES].hex() if any(digest) else "none" for name, digest in self._digests().items()}
+
+    def _digests(self) -> dict[str, bytes]:
+        found = {
+            name: self.parts[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at, name in enumerate(_FIELDS)
+        } | {"scope": self.access}
+        return {name: found[name] for name in COMPONENTS}
+
+
+class Known(Protocol):
+    """What the index can be asked. ``access`` None: objects of any access of the domain."""
+
+    def holds(self, link: bytes, make: Make) -> bool:
+        """Whether exactly this was stored under ``link`` once."""
+
+    def run(self, links: Sequence[bytes], access: bytes | None) -> int:
+        """How many of ``links``, from the first on without a gap, anything is known under."""
+
+    def makes(self, link: bytes, access: bytes | None) -> list[Make]:
+        """What was stored under ``link``, the newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A miss. ``links``: of the bound chunks, from the first missing one on. ``refused``: why that one was quarantined, "" if it was not.
+
+    ``answered`` False: storage did not answer, so whether the object is there is not known.
+    """
+
+    links: tuple[bytes, ...]
+    make: Make
+    refused: str = ""
+    answered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``reasons`` as the protocol names them; ``known``: missing chunks of which something is stored; ``nearest``: what, if anything."""
+
+    reasons: tuple[str, ...]
+    known: int = 0
+    nearest: Make | None = None
+
+
+UNEXPLAINED: Final = Verdict(("unexplained",))
+
+
+def judge(known: Known, question: Question, access: bytes | None) -> Verdict:
+    """Why it missed, as told to somebody who may know of objects of ``access`` only (None: of the whole domain).
+
+    Everything that is not of that access is left out before anything else is looked at: it can change neither the answer nor the
+    work done for it.
+    """
+    if not question.links:
+        return Verdict(("below one chunk",))
+    if question.refused:
+        return Verdict((f"refused:{question.refused}",))
+    if not question.answered:
+        return Verdict(("unavailable",))
+    if known.holds(question.links[0], question.make):
+        return Verdict(("evicted",), 1, question.make)
+    run = known.run(question.links, access)
+    if run == 0:
+        return Verdict(("absent",))
+    makes = known.makes(question.links[run - 1], access)
+    if access is None:
+        # What the requester may have comes first, so that of two equally near objects it is the one that is named.
+        makes = known.makes(question.links[run - 1], question.make.access) + makes
+    nearest = min(makes, key=lambda make: len(question.make.differing(make)))
+    return Verdict(question.make.differing(nearest) or ("evicted",), run, nearest)

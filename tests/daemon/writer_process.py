@@ -1,0 +1,37 @@
+"""A worker in a process of its own: registers, reserves the chunks it is told to, writes part of them, then waits to be killed.
+
+Usage: python -m tests.daemon.writer_process SOCKET ENGINE LEASE_HEX CHUNK...   (ENGINE: text of the engine id)
+Prints one line of JSON: the reservations. Lines on standard input: "commit" commits them, anything else ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from tests.daemon import makers
+from tests.daemon.engine import Engine
+from tests.daemon.wire import Wire
+
+
+async def main(socket: str, engine_text: str, lease: str, *chunks: str) -> None:
+    """See the module."""
+    engine = Engine(Path(socket), makers.report(engine=makers.engine_id(engine_text)), None)
+    await engine.join(0)
+    numbers = [int(chunk) for chunk in chunks]
+    reserved = await engine.reserve(bytes.fromhex(lease), *numbers)
+    for slot in reserved.slots:
+        engine.view(reserved, slot)[: slot.length // 2] = b"h" * (slot.length // 2)
+    print(json.dumps([slot.reservation for slot in reserved.slots]), flush=True)
+    loop = asyncio.get_running_loop()
+    while (await loop.run_in_executor(None, sys.stdin.readline)).strip() == "commit":
+        texts = [f"chunk {number}" for number in range(max(numbers) + 1)]
+        print(json.dumps(await engine.commit(engine.fill(reserved, texts))), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
+
+__all__ = ["Wire"]
