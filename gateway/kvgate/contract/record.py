@@ -7,13 +7,13 @@ JSON form all walk that one list, so a field cannot be validated but left out of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 from kvgate.contract import specs
 from kvgate.contract.decoding import DEFAULT_MAX_BYTES, decode
 from kvgate.contract.digests import SCHEMA, Kind, digest
-from kvgate.contract.encoding import encode
+from kvgate.contract.encoding import MAX_VALUES, encode
 from kvgate.contract.errors import ContractError
 
 T = TypeVar("T")
@@ -41,7 +41,11 @@ def frozen(cls: type[T]) -> type[T]:
     for field in dataclasses.fields(made):  # type: ignore[arg-type]
         if "spec" not in field.metadata:
             raise TypeError(f"{cls.__name__}.{field.name} has no spec")
-    made._specs = tuple((f.name, f.metadata["spec"]) for f in dataclasses.fields(made))  # type: ignore[attr-defined,arg-type]
+    listed = tuple((f.name, f.metadata["spec"]) for f in dataclasses.fields(made))  # type: ignore[arg-type]
+    made._specs = listed  # type: ignore[attr-defined]
+    made._names = frozenset(name for name, _ in listed)  # type: ignore[attr-defined]
+    # The order of RFC 8949 section 4.2.1: bytewise on the encoded keys, sorted once and not at every encoding.
+    made._encoders = tuple(sorted((specs.text_bytes(name), name, spec.encode) for name, spec in listed))  # type: ignore[attr-defined]
     return made
 
 
@@ -50,11 +54,16 @@ class Record:
 
     __slots__ = ()
     _specs: ClassVar[tuple[tuple[str, specs.Spec], ...]] = ()
+    _names: ClassVar[frozenset[str]] = frozenset()
+    _encoders: ClassVar[tuple[tuple[bytes, str, Callable[[Any], bytes]], ...]] = ()
 
     def __post_init__(self) -> None:
         for name, spec in self._specs:
             # The spec returns an immutable copy, so later changes to what the caller passed in change nothing here.
-            object.__setattr__(self, name, spec.check(name, getattr(self, name)))
+            given = getattr(self, name)
+            kept = spec.check(name, given)
+            if kept is not given:
+                object.__setattr__(self, name, kept)
         self.validate()
 
     def validate(self) -> None:
@@ -65,12 +74,24 @@ class Record:
         return {name: spec.to_value(getattr(self, name)) for name, spec in self._specs}
 
     def encode(self) -> bytes:
-        """The one encoding of this record."""
-        return encode(self.to_value())
+        """The one encoding of this record: that of ``to_value()``, written field by field."""
+        encoded = self.encode_unbounded()
+        # Every value takes a byte at least, so only long encodings need counting; ``encode`` does that.
+        return encoded if len(encoded) <= MAX_VALUES else encode(self.to_value())
+
+    def encode_unbounded(self) -> bytes:
+        """``encode`` without its bound on the number of values, for a record inside something larger that is bounded itself."""
+        parts = [specs.head(specs.MAP, len(self._encoders))]
+        for key, name, to_bytes in self._encoders:
+            parts.append(key)
+            parts.append(to_bytes(getattr(self, name)))
+        return b"".join(parts)
 
     @classmethod
     def from_value(cls, value: Any) -> Self:
         """Build from a decoded map; a missing or unknown field is refused by name."""
+        if type(value) is dict and value.keys() == cls._names:
+            return cls(**{name: spec.from_value(name, value[name]) for name, spec in cls._specs})
         return cls._build(value, lambda spec, name, item: spec.from_value(name, item))
 
     @classmethod
@@ -91,9 +112,8 @@ class Record:
     def _build(cls, value: Any, convert: Any) -> Self:
         if not isinstance(value, Mapping):
             raise ContractError(cls.__name__, "not a map")
-        known = {name for name, _ in cls._specs}
         for key in value:
-            if key not in known:
+            if key not in cls._names:
                 raise ContractError(specs.safe_name(key), f"unknown field of {cls.__name__}")
         fields = {}
         for name, spec in cls._specs:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import struct
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.contract.digests import DIGEST_BYTES
 from kvgate.contract.encoding import INT_MAX, check_text
@@ -20,13 +21,41 @@ MAX_ITEMS = 65_536
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """How one field behaves. ``check`` freezes and validates; the others convert between the frozen value and other forms."""
+    """How one field behaves. ``check`` freezes and validates; the others convert between the frozen value and other forms.
+
+    ``encode`` gives the deterministic encoding of ``to_value``'s result. It trusts the value: ``check`` has seen it.
+    """
 
     check: Callable[[str, Any], Any]
+    encode: Callable[[Any], bytes]
     to_value: Callable[[Any], Any] = lambda value: value
     from_value: Callable[[str, Any], Any] = lambda _name, value: value
     to_json: Callable[[Any], Any] = lambda value: value
     from_json: Callable[[str, Any], Any] = lambda _name, value: value
+
+
+UINT, BYTES, TEXT, ARRAY, MAP = 0, 2, 3, 4, 5
+"""CBOR major types."""
+_HEADS: Final = tuple(bytes([initial]) for initial in range(256))
+_WIDER: Final = ((1 << 8, struct.Struct(">BB"), 24), (1 << 16, struct.Struct(">BH"), 25), (1 << 32, struct.Struct(">BI"), 26))
+_WIDEST: Final = struct.Struct(">BQ")
+_FALSE, _TRUE, _NULL = b"\xf4", b"\xf5", b"\xf6"
+
+
+def head(major: int, argument: int) -> bytes:
+    """The shortest CBOR head; ``argument`` is from 0 to 2**64-1."""
+    if argument < 24:
+        return _HEADS[major << 5 | argument]
+    for bound, layout, info in _WIDER:
+        if argument < bound:
+            return layout.pack(major << 5 | info, argument)
+    return _WIDEST.pack(major << 5 | 27, argument)
+
+
+def text_bytes(value: str) -> bytes:
+    """The encoding of well-formed NFC text."""
+    raw = value.encode("utf-8")
+    return head(TEXT, len(raw)) + raw
 
 
 def _field(spec: Spec) -> Any:
@@ -61,7 +90,7 @@ def text(*, pattern: str | None = None, max_chars: int = MAX_TEXT_CHARS) -> Any:
             raise ContractError(name, "has the wrong form", f"must match {pattern}")
         return value
 
-    return _field(Spec(check))
+    return _field(Spec(check, text_bytes))
 
 
 def uint(*, minimum: int = 0, maximum: int = INT_MAX) -> Any:
@@ -74,16 +103,19 @@ def uint(*, minimum: int = 0, maximum: int = INT_MAX) -> Any:
             raise ContractError(name, "is out of range", f"between {minimum} and {maximum}")
         return value
 
-    return _field(Spec(check))
+    return _field(Spec(check, lambda value: head(UINT, value)))
 
 
 def raw_bytes(*, max_bytes: int, exact: int | None = None, multiple: int = 1) -> Any:
     """A byte string of bounded length; hexadecimal in JSON."""
 
     def check(name: str, value: Any) -> bytes:
-        if not isinstance(value, bytes | bytearray | memoryview):
+        if type(value) is bytes:
+            frozen = value
+        elif isinstance(value, bytes | bytearray | memoryview):
+            frozen = bytes(value)
+        else:
             raise ContractError(name, f"is {type(value).__name__}", "must be bytes")
-        frozen = bytes(value)
         if exact is not None and len(frozen) != exact:
             raise ContractError(name, f"has {len(frozen)} bytes", f"must have exactly {exact}")
         if len(frozen) > max_bytes or len(frozen) % multiple:
@@ -95,7 +127,7 @@ def raw_bytes(*, max_bytes: int, exact: int | None = None, multiple: int = 1) ->
             raise ContractError(name, "is not hexadecimal", "lower-case hexadecimal text")
         return bytes.fromhex(value)
 
-    return _field(Spec(check, to_json=bytes.hex, from_json=from_json))
+    return _field(Spec(check, lambda value: head(BYTES, len(value)) + value, to_json=bytes.hex, from_json=from_json))
 
 
 def digest32() -> Any:
@@ -119,7 +151,7 @@ def boolean() -> Any:
             raise ContractError(name, f"is {type(value).__name__}", "must be true or false")
         return value
 
-    return _field(Spec(check))
+    return _field(Spec(check, lambda value: _TRUE if value else _FALSE))
 
 
 def choice(*options: str) -> Any:
@@ -130,7 +162,8 @@ def choice(*options: str) -> Any:
             raise ContractError(name, "is not a known word", "one of " + ", ".join(options))
         return value
 
-    return _field(Spec(check))
+    encoded = {option: text_bytes(option) for option in options}
+    return _field(Spec(check, encoded.__getitem__))
 
 
 def record(kind: type[Record]) -> Any:
@@ -142,6 +175,7 @@ def either(*kinds: type[Record]) -> Any:
     """A nested record of one of several classes. With more than one, the class is told apart by an explicit ``is`` entry."""
     names = {kind.__name__: kind for kind in kinds}
     single = kinds[0] if len(kinds) == 1 else None
+    tags = {kind: head(MAP, 2) + text_bytes("is") + text_bytes(kind.__name__) + text_bytes("value") for kind in kinds}
 
     def check(name: str, value: Any) -> Record:
         if type(value) not in kinds:
@@ -151,6 +185,9 @@ def either(*kinds: type[Record]) -> Any:
 
     def wrap(value: Record, body: dict[str, Any]) -> dict[str, Any]:
         return body if single else {"is": type(value).__name__, "value": body}
+
+    def encode(value: Record) -> bytes:
+        return value.encode_unbounded() if single else tags[type(value)] + value.encode_unbounded()
 
     def pick(name: str, value: Any) -> tuple[type[Record], Any]:
         if single:
@@ -173,6 +210,7 @@ def either(*kinds: type[Record]) -> Any:
     return _field(
         Spec(
             check,
+            encode,
             to_value=lambda value: wrap(value, value.to_value()),
             from_value=lambda name, value: build(name, value, "from_value"),
             to_json=lambda value: wrap(value, value.to_json()),
@@ -208,6 +246,7 @@ def array(item: Any, *, minimum: int = 0, maximum: int = MAX_ITEMS) -> Any:
     return _field(
         Spec(
             check,
+            lambda value: b"".join([head(ARRAY, len(value)), *map(spec.encode, value)]),
             to_value=lambda value: [spec.to_value(one) for one in value],
             from_value=convert_with(spec.from_value),
             to_json=lambda value: [spec.to_json(one) for one in value],
@@ -222,6 +261,7 @@ def optional(item: Any) -> Any:
     return _field(
         Spec(
             check=lambda name, value: None if value is None else spec.check(name, value),
+            encode=lambda value: _NULL if value is None else spec.encode(value),
             to_value=lambda value: None if value is None else spec.to_value(value),
             from_value=lambda name, value: None if value is None else spec.from_value(name, value),
             to_json=lambda value: None if value is None else spec.to_json(value),

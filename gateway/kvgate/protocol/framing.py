@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvgate.contract.decoding import decode
-from kvgate.contract.encoding import encode
+from kvgate.contract.encoding import INT_MAX, MAX_VALUES, encode
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import Record
+from kvgate.contract.specs import MAP, UINT, head, text_bytes
 from kvgate.protocol.messages import BY_NAME
 
 HEADER: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 4 << 20
+_KEYS: Final = {"id", "type", "body"}
+# A frame's map in pieces, keys in their one order.
+_ID: Final = head(MAP, 3) + text_bytes("id")
+_BODY: Final = text_bytes("body")
+_TAILS: Final = {kind: text_bytes("type") + text_bytes(name) for name, kind in BY_NAME.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,15 @@ class Frame:
 
 def frame_bytes(frame_id: int, message: Record) -> bytes:
     """A whole frame, header included."""
-    payload = encode({"id": frame_id, "type": type(message).__name__, "body": message.to_value()})
+    kind = type(message)
+    tail = _TAILS.get(kind)
+    if tail is None or type(frame_id) is not int or not 0 <= frame_id <= INT_MAX:
+        payload = encode({"id": frame_id, "type": kind.__name__, "body": message.to_value()})
+    else:
+        payload = b"".join((_ID, head(UINT, frame_id), _BODY, message.encode_unbounded(), tail))
+        if len(payload) > MAX_VALUES:
+            # Long enough to hold too many values: the general encoder counts them.
+            payload = encode({"id": frame_id, "type": kind.__name__, "body": message.to_value()})
     if len(payload) > MAX_FRAME_BYTES:
         raise ContractError("frame", "is too large", f"at most {MAX_FRAME_BYTES} bytes")
     return HEADER.pack(len(payload)) + payload
@@ -51,7 +65,7 @@ def frame_length(header: bytes) -> int:
 def parse_frame(payload: bytes) -> Frame:
     """Decode a frame's payload strictly."""
     value = decode(payload, MAX_FRAME_BYTES)
-    if not isinstance(value, dict) or set(value) != {"id", "type", "body"}:
+    if not isinstance(value, dict) or value.keys() != _KEYS:
         raise ContractError("frame", "is not a map of id, type and body")
     if type(value["id"]) is not int or not 0 <= value["id"] < 2**64 or type(value["type"]) is not str:
         raise ContractError("frame", "has a bad id or type")
