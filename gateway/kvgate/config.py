@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import tomllib
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +21,14 @@ _SIZES: Final = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1
 
 
 class ConfigError(Exception):
-    """A setting is wrong; the message names the setting, where it came from, and what is accepted."""
+    """A setting is wrong; the message names the setting, where it came from, and what is accepted.
+
+    ``setting`` is given instead of that by code that knows the value only: whoever loaded it adds the rest by ``located``.
+    """
+
+    def __init__(self, message: str, setting: str = "") -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 def default_state_dir() -> str:
@@ -70,6 +79,9 @@ class Config:
     max_requests_per_session: int = _setting("requests in progress on one connection", default=256)
     max_leases: int = _setting("bound requests at a time", default=65_536)
     max_known_chunks: int = _setting("chunks in the presence index; the oldest are forgotten first", default=1_000_000)
+    explain_chunks: int = _setting(
+        "entries of the index from which misses are explained; the oldest go first", default=1_000_000
+    )
     probe_s: float = _setting("longest existence probe of L2 for one request", default=0.5)
     storage_s: float = _setting("deadline of one storage call", default=5.0)
     adapter_wait_s: float = _setting("how long a load or store waits for all ranks to confirm an adapter", default=2.0)
@@ -96,24 +108,30 @@ class Config:
         """The L2 adapter descriptions, as LMCache takes them."""
         if not self.l2:
             return ({"type": "fs", "base_path": str(Path(self.data_dir) / "l2")},)
-        return tuple(_parse_l2(self.l2))
+        return tuple(parse_l2(self.l2))
 
     def numerics_class_names(self) -> frozenset[str]:
         """The declared classes."""
         return frozenset(name.strip() for name in self.numerics_classes.split(",") if name.strip())
 
 
-_POSITIVE: Final = (
-    "pool_bytes",
-    "chunk_tokens",
-    "max_sessions",
-    "max_requests_per_session",
-    "max_leases",
-    "max_known_chunks",
-    "probe_s",
-    "storage_s",
-    "adapter_wait_s",
-)
+# Smallest and largest accepted number of each numeric setting.
+_RANGES: Final[Mapping[str, tuple[float, float]]] = {
+    "pool_bytes": (1 << 20, 1 << 46),
+    "chunk_tokens": (1, 65_536),
+    "max_sessions": (1, 1 << 20),
+    "max_requests_per_session": (1, 1 << 20),
+    "max_leases": (1, 1 << 24),
+    "explain_chunks": (1, 1 << 30),
+    "max_known_chunks": (1, 1 << 32),
+    "probe_s": (0.001, 3600),
+    "storage_s": (0.001, 3600),
+    "adapter_wait_s": (0.001, 3600),
+    "drain_s": (0, 3600),
+}
+_PATHS: Final = ("state_dir", "data_dir", "secret_file", "credentials_file")
+_MAX_TEXT_CHARS: Final = 65_536
+_MAX_DOMAIN_BYTES: Final = 4096
 _CHOICES: Final = {
     "backend": ("auto", "lmcache", "memory"),
     "codec": ("raw",),
@@ -128,6 +146,10 @@ class Loaded:
 
     config: Config
     origins: Mapping[str, str]
+
+    def located(self, error: ConfigError) -> str:
+        """The message of ``error`` with the setting and its source in it."""
+        return f"{error.setting} ({self.origins[error.setting]}): {error}" if error.setting else str(error)
 
 
 def load(file: str | None, environ: Mapping[str, str], flags: Mapping[str, str | None]) -> Loaded:
@@ -161,63 +183,96 @@ def _read_toml(path: str) -> Mapping[str, Any]:
         file = Path(path)
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"configuration file {path}: larger than {MAX_CONFIG_BYTES} bytes")
+        if not file.is_file():
+            raise ConfigError(f"configuration file {path}: is not a file")
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"configuration file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"configuration file {path}: not valid TOML: {error}") from error
 
 
 def _convert(name: str, kind: str, raw: Any, origin: str) -> Any:
     where = f"{name} ({origin})"
     if name == "l2" and isinstance(raw, list):
-        return json.dumps(raw)
+        try:
+            return json.dumps(raw)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where}: holds something that JSON has no form for") from None
     if kind == "str":
-        if not isinstance(raw, str):
-            raise ConfigError(f"{where}: must be text")
-        return raw
-    if isinstance(raw, bool):
-        raise ConfigError(f"{where}: must be a number")
+        return _text(name, raw, where)
+    accepted = "a whole number, for bytes also with KiB, MiB, GiB or TiB" if kind == "int" else "a number of seconds"
     try:
+        if isinstance(raw, bool):
+            raise TypeError
         return _size(raw) if kind == "int" else float(raw)
-    except (TypeError, ValueError):
-        accepted = "a whole number, for bytes also KiB, MiB or GiB" if kind == "int" else "a number of seconds"
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{where}: must be {accepted}") from None
+
+
+def _text(name: str, raw: Any, where: str) -> str:
+    if not isinstance(raw, str):
+        raise ConfigError(f"{where}: must be text")
+    if len(raw) > _MAX_TEXT_CHARS:
+        raise ConfigError(f"{where}: must have at most {_MAX_TEXT_CHARS} characters")
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in raw):
+        raise ConfigError(f"{where}: must hold neither control characters nor broken Unicode")
+    if name in _PATHS and raw:
+        # Made absolute here, once: the endpoint is printed for processes with another working directory.
+        try:
+            return str(Path(raw).expanduser().absolute())
+        except RuntimeError:
+            raise ConfigError(f"{where}: names a user that does not exist") from None
+    return raw
 
 
 def _size(raw: Any) -> int:
     if isinstance(raw, int):
         return raw
-    text = str(raw).strip().upper()
-    digits = text.rstrip("KMGTIB ")
-    return int(digits) * _SIZES[text[len(digits) :].strip()] if text[len(digits) :].strip() in _SIZES else int(text)
+    match = re.fullmatch(r"(-?[0-9]+) *(|KiB|MiB|GiB|TiB)", str(raw).strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError
+    return int(match[1]) * _SIZES[match[2].upper()]
 
 
 def _check(config: Config, origins: Mapping[str, str]) -> None:
-    for name in _POSITIVE:
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{name} ({origins[name]}): must be above zero")
+    for name, (lowest, highest) in _RANGES.items():
+        # Written so that it refuses NaN.
+        if not lowest <= getattr(config, name) <= highest:
+            raise ConfigError(f"{name} ({origins[name]}): must be from {lowest} to {highest}")
     for name, words in _CHOICES.items():
         if getattr(config, name) not in words:
             raise ConfigError(f"{name} ({origins[name]}): must be one of {', '.join(words)}")
-    if not config.domain:
-        raise ConfigError(f"domain ({origins['domain']}): must not be empty")
-    if config.pool_bytes < 1 << 20:
-        raise ConfigError(f"pool_bytes ({origins['pool_bytes']}): must be at least 1 MiB")
-    if len(str(config.socket_path).encode()) > 100:
+    for name in ("state_dir", "data_dir", "domain"):
+        if not getattr(config, name):
+            raise ConfigError(f"{name} ({origins[name]}): must not be empty")
+    if len(config.domain.encode()) > _MAX_DOMAIN_BYTES:
+        raise ConfigError(f"domain ({origins['domain']}): must have at most {_MAX_DOMAIN_BYTES} bytes")
+    if config.pool_bytes % 4096:
+        raise ConfigError(f"pool_bytes ({origins['pool_bytes']}): must be a multiple of 4096")
+    if len(os.fsencode(config.socket_path)) > 100:
         raise ConfigError(f"state_dir ({origins['state_dir']}): too long for a unix socket; choose a path under 80 bytes")
-    if config.admin_tcp and not config.admin_tcp.rpartition(":")[2].isdigit():
-        raise ConfigError(f"admin_tcp ({origins['admin_tcp']}): must be HOST:PORT")
-    config.l2_adapters()
+    if config.admin_tcp and not _is_host_port(config.admin_tcp):
+        raise ConfigError(f"admin_tcp ({origins['admin_tcp']}): must be HOST:PORT, e.g. 127.0.0.1:9464")
+    try:
+        config.l2_adapters()
+    except ConfigError as error:
+        raise ConfigError(f"l2 ({origins['l2']}): {error}") from error
 
 
-def _parse_l2(text: str) -> list[dict[str, Any]]:
+def _is_host_port(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and re.fullmatch(r"[0-9]{1,5}", port) is not None and int(port) < 65_536
+
+
+def parse_l2(text: str) -> list[dict[str, Any]]:
+    """L2 adapters as LMCache takes them, from JSON; raises ``ConfigError`` with what is wrong."""
     try:
         parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"l2: not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("is not valid JSON") from error
     if not isinstance(parsed, list) or not all(isinstance(item, dict) and isinstance(item.get("type"), str) for item in parsed):
         raise ConfigError(
-            'l2: must be a list of adapters, each an object with a "type", e.g. [{"type":"fs","base_path":"/data/kv"}]'
+            'must be a list of adapters, each an object with a "type", e.g. [{"type":"fs","base_path":"/data/kv"}]'
         )
     return parsed

@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     for field in dataclasses.fields(Config):
         value = getattr(loaded.config, field.name)
-        print(f"# {field.metadata['help']}; from: {loaded.origins[field.name]}")
+        origin = "".join(character if character.isprintable() else "?" for character in loaded.origins[field.name])
+        print(f"# {field.metadata['help']}; from: {origin}")
         print(f"{field.name} = {_toml(value)}")
     return 0
 

@@ -29,14 +29,22 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     try:
-        config = config_from(args).config
+        loaded = config_from(args)
+    except ConfigError as error:
+        print(f"kvgate: {error}", file=sys.stderr)
+        return 2
+    config = loaded.config
+    try:
         logs.configure(config.log_level, config.log_format)
         asyncio.run(app.run(config, lambda: print(banner(config), flush=True)))
-    except (ConfigError, StateDirError, SecretError, StorageUnavailable) as error:
+    except ConfigError as error:
+        print(f"kvgate: {loaded.located(error)}", file=sys.stderr)
+        return 2
+    except (StateDirError, SecretError, StorageUnavailable) as error:
         print(f"kvgate: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 1
     except OSError as error:
-        print(f"kvgate: can't listen: {error}", file=sys.stderr)
+        print(f"kvgate: can't start: {error}", file=sys.stderr)
         return 1
     return 0
 

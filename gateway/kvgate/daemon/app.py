@@ -14,6 +14,7 @@ import structlog
 from kvgate import __version__
 from kvgate.config import Config
 from kvgate.daemon.admin import AdminServer
+from kvgate.daemon.explain import Explainer
 from kvgate.daemon.leases import LeaseTable
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.policy import Policy, read_credentials
@@ -46,9 +47,10 @@ class Gateway:
         self._metrics = Metrics()
         self._pool = PoolView()
         self._presence = PresenceIndex(config.max_known_chunks)
+        self._explainer = Explainer(Path(config.data_dir), config.explain_chunks, self._metrics)
         self._backend: StorageBackend | None = None
         self._server: ControlServer | None = None
-        self._admin = AdminServer(self.status, self._not_ready, self._metrics.text)
+        self._admin = AdminServer(self.status, self._not_ready, self._metrics.text, self._explainer.page)
 
     async def start(self) -> None:
         """Bring everything up; raises one of the ``…Error`` classes with a message for the operator."""
@@ -65,16 +67,28 @@ class Gateway:
                 self._pool,
                 self._presence,
                 self._leases,
+                self._explainer,
                 (keys.envelope,),
                 self._metrics,
                 probe_s=config.probe_s,
                 storage_s=config.storage_s,
             )
-            self._writes = Writes(backend, self._pool, self._presence, keys.envelope, self._metrics, config.storage_s)
+            self._writes = Writes(
+                backend, self._pool, self._presence, self._explainer, keys.envelope, self._metrics, config.storage_s
+            )
             service = Service(
-                config, policy, self._registry, self._leases, self._presence, self._reads, self._writes, self._metrics
+                config,
+                policy,
+                self._registry,
+                self._leases,
+                self._presence,
+                self._reads,
+                self._writes,
+                self._explainer,
+                self._metrics,
             )
             self._watch_gauges()
+            self._explainer.start()
             backend.on_generation(self._pool_changed)
             await backend.start()
             if self._pool.generation < 0:
@@ -100,6 +114,7 @@ class Gateway:
         if self._backend is not None:
             await self._backend.stop(self.config.drain_s)
         await self._close_paths()
+        await self._explainer.close()
         self._pool.switch(None)
         self._state_dir.release()
 
@@ -159,6 +174,7 @@ class Gateway:
     def _watch_gauges(self) -> None:
         gauges: list[tuple[str, str, Callable[[], float]]] = [
             ("known_chunks", "Chunks in the presence index", lambda: len(self._presence)),
+            ("explain_entries", "Entries in the explain index", lambda: self._explainer.entries),
             ("leases", "Bound requests", lambda: len(self._leases)),
             ("open_loads", "Loads being copied", lambda: self._reads.open_loads),
             ("open_writes", "Reserved slots not committed yet", lambda: self._writes.writers.open_writes),

@@ -23,10 +23,14 @@ class ModelDigests:
     engine: bytes
 
 
-def digest_model(model: ModelContract) -> ModelDigests:
-    """Digest a contract once; ``base`` covers weights, architecture, quantisation and multimodal preprocessing."""
+def digest_model(model: ModelContract, plan: PartitionPlan | None = None) -> ModelDigests:
+    """Digest a contract once; ``base`` covers weights, architecture, quantisation and multimodal preprocessing.
+
+    ``numerics`` leaves the worker split out where ``plan`` says the same: a miss across widths is the plan's, named once.
+    """
     if isinstance(model.numerics, Numerics):
-        numerics, engine = model.numerics.without_engine(), model.numerics.engine.digest()
+        numerics = model.numerics.without_engine(split=plan is None or not _same_split(model.numerics, plan))
+        engine = model.numerics.engine.digest()
     else:
         numerics = engine = model.numerics.digest()
     value = model.to_value()
@@ -39,6 +43,10 @@ def digest_model(model: ModelContract) -> ModelDigests:
         numerics=numerics,
         engine=engine,
     )
+
+
+def _same_split(numerics: Numerics, plan: PartitionPlan) -> bool:
+    return (numerics.tensor_parallel, numerics.pipeline_parallel) == (plan.tensor_parallel, plan.pipeline_parallel)
 
 
 @dataclass(frozen=True, slots=True)

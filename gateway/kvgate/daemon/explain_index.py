@@ -55,8 +55,8 @@ class UnusableFile(Exception):
 class ExplainIndex:
     """Used by one thread only. ``add`` becomes durable with ``commit``; questions see what was added at once."""
 
-    def __init__(self, path: Path, max_entries: int) -> None:
-        """Open or make the file; what can't be used is moved aside. Raises ``sqlite3.Error`` or ``OSError`` where no file can be made."""
+    def __init__(self, path: Path | None, max_entries: int) -> None:
+        """Open or make the file (None: in memory); what can't be used is moved aside. Raises ``sqlite3.Error`` or ``OSError``."""
         self._path = path
         self._max_entries = max_entries
         self._sets: dict[bytes, int] = {}
@@ -159,7 +159,7 @@ class ExplainIndex:
         self._count -= self._base.total_changes - before
 
     def _trim_sets(self) -> None:
-        """Drop sets that no entry names; if that is not enough, all entries go with them: it takes thousands of engines to get there."""
+        """Drop sets that no entry names; if that is not enough, everything: it takes thousands of engines to get there."""
         self._sets.clear()
         self._base.execute("DELETE FROM sets WHERE id NOT IN (SELECT parts FROM entries)")
         if self._number("SELECT count(*) FROM sets") >= MAX_SETS:
@@ -171,6 +171,8 @@ class ExplainIndex:
         return int(self._base.execute(question, values).fetchone()[0])
 
     def _move_aside(self, why: str) -> None:
+        if self._path is None:
+            return
         aside = self._path.with_suffix(".aside")
         log.warning("explain.started_afresh", reason=why, old_file=aside.name)
         self._path.replace(aside)  # the one moved aside before it is lost: there is at most one
@@ -178,13 +180,9 @@ class ExplainIndex:
             Path(f"{self._path}{ending}").unlink(missing_ok=True)
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Made before SQLite would: its companions take over the mode of the file.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-    path.chmod(0o600)
-    fresh = path.stat().st_size == 0
-    base = sqlite3.connect(path, timeout=BUSY_S)
+def _open(path: Path | None) -> sqlite3.Connection:
+    fresh = path is None or _make_private(path)
+    base = sqlite3.connect(path or ":memory:", timeout=BUSY_S)
     try:
         base.execute("PRAGMA journal_mode = WAL")
         base.execute("PRAGMA synchronous = NORMAL")
@@ -196,6 +194,17 @@ def _open(path: Path) -> sqlite3.Connection:
         base.close()
         raise
     return base
+
+
+def _make_private(path: Path) -> bool:
+    """Make the file before SQLite would, with mode 0600, which its companions take over; True where it was not there or empty."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)
+        return os.fstat(descriptor).st_size == 0
+    finally:
+        os.close(descriptor)
 
 
 def _check(base: sqlite3.Connection) -> None:

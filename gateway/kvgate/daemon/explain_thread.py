@@ -21,7 +21,6 @@ MAX_QUEUE: Final = 4096
 BATCH_ITEMS: Final = 256
 """Items between two commits, unless the queue runs empty first: this many are lost at worst by a kill -9."""
 IDLE_S: Final = 1.0
-MEMORY: Final = Path(":memory:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,7 @@ class Ask:
 class ExplainThread:
     """Takes notes and questions, in order. ``lost(what)`` is called, on any thread, for what was dropped or failed."""
 
-    def __init__(
-        self, path: Path, max_entries: int, lost: Callable[[str, int], None], *, max_queue: int = MAX_QUEUE
-    ) -> None:
+    def __init__(self, path: Path, max_entries: int, lost: Callable[[str, int], None], *, max_queue: int = MAX_QUEUE) -> None:
         self._path = path
         self._max_entries = max_entries
         self._lost = lost
@@ -84,21 +81,68 @@ class ExplainThread:
 
     def _run(self) -> None:
         index = self._open()
-        while index is not None:
+        while True:
             batch = self._batch()
             if not batch and self._stopping.is_set():
                 break
-            self._work(index, batch)
+            index = self._work(index, batch)
             self._entries = len(index)
-        if index is not None:
+        try:
             index.close()
+        except sqlite3.Error as error:
+            log.error("explain.not_closed", error=type(error).__name__)
 
-    def _open(self) -> ExplainIndex | None:
+    def _open(self) -> ExplainIndex:
         try:
             return ExplainIndex(self._path, self._max_entries)
         except (sqlite3.Error, OSError) as error:
-            log.error("explain.not_persisted", error=type(error).__name__, remedy="see data_dir; until a restart it is in memory")
-        return ExplainIndex(MEMORY, self._max_entries)
+            return self._in_memory(error)
+
+    def _in_memory(self, error: Exception) -> ExplainIndex:
+        log.error(
+            "explain.not_persisted",
+            error=type(error).__name__,
+            remedy="check data_dir, then restart; until then it is in memory",
+        )
+        return ExplainIndex(None, self._max_entries)
+
+    def _work(self, index: ExplainIndex, batch: list[Note | Ask]) -> ExplainIndex:
+        """Work a batch off; returns the index to go on with. Each question is answered, whatever happens."""
+        done = 0
+        try:
+            for item in batch:
+                self._one(index, item)
+                done += 1
+            index.commit()
+            return index
+        except sqlite3.OperationalError as error:
+            # Full disk, or locked by another gateway of the same data_dir: what was stored meanwhile is not explained, that is all.
+            log.warning("explain.write_failed", error=error.sqlite_errorname)
+            return self._after_failure(index.roll_back, index, batch, done)
+        except sqlite3.DatabaseError as error:
+            word = type(error).__name__
+            return self._after_failure(lambda: index.start_afresh(word), index, batch, done)
+
+    def _after_failure(self, mend: Callable[[], None], index: ExplainIndex, batch: list[Note | Ask], done: int) -> ExplainIndex:
+        self._lost("note", sum(isinstance(item, Note) for item in batch))
+        for item in batch[done:]:
+            if isinstance(item, Ask):
+                item.told(UNEXPLAINED)
+                item.seen(UNEXPLAINED)
+        try:
+            mend()
+        except (sqlite3.Error, OSError) as error:
+            return self._in_memory(error)
+        return index
+
+    @staticmethod
+    def _one(index: ExplainIndex, item: Note | Ask) -> None:
+        if isinstance(item, Note):
+            index.add(item.links, item.make)
+            return
+        # The requester's answer goes out before anything is looked at that it must not depend on.
+        item.told(judge(index, item.question, item.question.make.access))
+        item.seen(judge(index, item.question, None))
 
     def _batch(self) -> list[Note | Ask]:
         try:

@@ -16,12 +16,13 @@ from typing import Final
 from kvgate.contract.address import chunk_chain
 from kvgate.contract.digests import DIGEST_BYTES, keyed
 from kvgate.daemon.errors import Refused
+from kvgate.daemon.links import Links
 from kvgate.daemon.registry import Registration
 from kvgate.protocol.messages import LEASE_BYTES, MAX_CHUNKS
 from kvgate.storage.backend import Held
 from kvgate.storage.envelope import Components
 
-_ID_BYTES: Final = 16
+LEASE_NAME_BYTES: Final = 16
 
 
 @dataclass(eq=False)
@@ -38,7 +39,10 @@ class HeldChunk:
 
 @dataclass(eq=False)
 class Lease:
-    """One bound request. ``chunks`` are its chunk addresses in order; only they can be acquired or stored under it."""
+    """One bound request. ``chunks`` are its chunk addresses in order; only they can be acquired or stored under it.
+
+    ``links``: the same chunks in the explain chain. ``unanswered``: storage failed or was late at a lookup, so a miss may be none.
+    """
 
     token: bytes
     session: int
@@ -47,6 +51,8 @@ class Lease:
     root: bytes
     components: Components
     chunks: list[bytes]
+    links: Links
+    unanswered: bool = False
     held: dict[int, HeldChunk] = field(default_factory=dict)
     open_loads: int = 0
     released: bool = False
@@ -77,6 +83,7 @@ class Lease:
         if overlap != chain[: len(overlap)]:
             raise Refused("malformed", "differs from what was bound", field="tokens", remedy="release the lease and bind again")
         self.chunks.extend(chain[len(overlap) :])
+        self.links.extend(b"".join(digests[len(overlap) :]))
 
     def chunk(self, index: int) -> bytes:
         """The address of one chunk; raises ``Refused`` beyond the lease."""
@@ -111,15 +118,18 @@ class LeaseTable:
         """A new empty lease over the chunks of ``tokens``."""
         if len(self._leases) >= self._max_leases:
             raise Refused("busy", "too many requests are bound", remedy="raise max_leases, or release finished requests")
-        name = secrets.token_bytes(_ID_BYTES)
-        token = name + keyed(self._key, name)[: LEASE_BYTES - _ID_BYTES]
-        lease = Lease(token, session, registration, adapter, root, components, chunk_chain(root, split(tokens)))
+        name = secrets.token_bytes(LEASE_NAME_BYTES)
+        token = name + keyed(self._key, name)[: LEASE_BYTES - LEASE_NAME_BYTES]
+        chunks, links = chunk_chain(root, split(tokens)), Links(registration.domain, tokens)
+        lease = Lease(token, session, registration, adapter, root, components, chunks, links)
         self._leases[token] = lease
         return lease
 
     def find(self, token: bytes) -> Lease | None:
         """The open lease of ``token``, None for one already gone; raises ``Refused`` for a token this deployment never made."""
-        if not compare_digest(token[_ID_BYTES:], keyed(self._key, token[:_ID_BYTES])[: LEASE_BYTES - _ID_BYTES]):
+        if not compare_digest(
+            token[LEASE_NAME_BYTES:], keyed(self._key, token[:LEASE_NAME_BYTES])[: LEASE_BYTES - LEASE_NAME_BYTES]
+        ):
             raise Refused("denied", "not a lease of this deployment", field="lease")
         return self._leases.get(token)
 

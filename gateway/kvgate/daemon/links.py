@@ -26,6 +26,12 @@ class Links:
     def __len__(self) -> int:
         return len(self._tokens) // DIGEST_BYTES
 
+    def copy(self) -> Links:
+        """The same chain, for another thread."""
+        made = Links(self._domain, self._tokens)
+        made._links = list(self._links)
+        return made
+
     def extend(self, tokens: bytes) -> None:
         """Append the ``t[n]`` of further chunks."""
         self._tokens += tokens

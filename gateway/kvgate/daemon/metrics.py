@@ -31,6 +31,10 @@ class Metrics:
         self.payload_bytes = self._counter("payload_bytes", "Payload bytes made visible", "direction")
         self.quarantined = self._counter("quarantined_shards", "Objects that were not what their address says", "reason")
         self.storage_faults = self._counter("storage_faults", "Storage calls that failed or came too late", "call")
+        self.misses = self._counter(
+            "misses", "Lookups that missed, once under each of their reasons; see docs/explain.md", "reason"
+        )
+        self.explain_lost = self._counter("explain_lost", "Notes and questions that the explain index did not take", "what")
         self.deadlines = self._counter("deadlines", "Waits that ended at their deadline", "wait")
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:

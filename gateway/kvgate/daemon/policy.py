@@ -7,11 +7,12 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvgate.config import ConfigError
 from kvgate.contract import keys
 from kvgate.contract.access import Access, Variant
+from kvgate.contract.digests import DIGEST_BYTES
 from kvgate.contract.errors import ContractError
 from kvgate.daemon.errors import Refused
 from kvgate.protocol.messages import Bind
@@ -79,18 +80,36 @@ def read_credentials(path: str) -> dict[str, str]:
     try:
         file = Path(path)
         if file.stat().st_size > MAX_CREDENTIALS_BYTES:
-            raise ConfigError(f"credentials_file: larger than {MAX_CREDENTIALS_BYTES} bytes")
-        value = json.loads(file.read_text(encoding="utf-8"))
+            raise ConfigError(f"is larger than {MAX_CREDENTIALS_BYTES} bytes", "credentials_file")
+        value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_repeats)
     except OSError as error:
-        raise ConfigError(f"credentials_file: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError("credentials_file: not valid JSON") from error
+        raise ConfigError(f"can't be read: {error.strerror}", "credentials_file") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("is not valid JSON, or names a key twice", "credentials_file") from error
     if not isinstance(value, dict):
-        raise ConfigError("credentials_file: must be a JSON object of SHA-256 digests and domain names")
+        raise ConfigError("must be a JSON object of SHA-256 digests and domain names", "credentials_file")
     for number, (digest, domain) in enumerate(value.items(), 1):
-        if not re.fullmatch(r"[0-9a-f]{64}", digest) or not isinstance(domain, str) or not domain:
-            raise ConfigError(f"credentials_file: entry {number} must map 64 lower-case hexadecimal digits to a domain name")
+        if not re.fullmatch(r"[0-9a-f]{64}", digest) or not _is_domain(domain):
+            raise ConfigError(
+                f"entry {number} must map 64 lower-case hexadecimal digits to a domain name of at most {keys.MAX_NAME_BYTES} bytes",
+                "credentials_file",
+            )
     return value
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # One credential in two domains: the last would win silently.
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key is there twice")
+    return dict(pairs)
+
+
+def _is_domain(value: Any) -> bool:
+    try:
+        keys.domain_key(bytes(DIGEST_BYTES), value)
+    except ContractError:
+        return False
+    return True
 
 
 def _domain(secret: bytes, name: str) -> Domain:

@@ -12,6 +12,7 @@ import structlog
 from kvgate.contract.address import shard_address
 from kvgate.daemon.background import end_tasks
 from kvgate.daemon.errors import Refused
+from kvgate.daemon.explain import Explainer
 from kvgate.daemon.leases import HeldChunk, Lease, LeaseTable
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.pool_view import PoolView
@@ -26,6 +27,8 @@ log = structlog.get_logger(__name__)
 BATCH_CHUNKS: Final = 64
 """Chunks acquired by one storage call: long enough to be quick, short enough to keep the loop free between two."""
 MAX_OPEN_LOADS: Final = 4096
+LATE_SHARE: Final = 0.05
+"""Storage that took all but this share of an acquire's time ran into its deadline."""
 
 
 @dataclass(eq=False)
@@ -47,6 +50,7 @@ class Reads:
         pool: PoolView,
         presence: PresenceIndex,
         leases: LeaseTable,
+        explainer: Explainer,
         envelope_keys: tuple[bytes, ...],
         metrics: Metrics,
         *,
@@ -57,6 +61,7 @@ class Reads:
         self._pool = pool
         self._presence = presence
         self._leases = leases
+        self._explainer = explainer
         self._envelope_keys = envelope_keys
         self._metrics = metrics
         self._probe_s = probe_s
@@ -92,6 +97,7 @@ class Reads:
                         break
                     step = BATCH_CHUNKS
         except (StorageUnavailable, TimeoutError) as error:
+            lease.unanswered = True
             self._metrics.storage_faults.labels("probe").inc()
             log.warning("probe.failed", error=type(error).__name__)
         return present
@@ -104,6 +110,7 @@ class Reads:
                 if there:
                     self._presence.add(lease.chunks[index], rectangle)
             if not all(cells):
+                lease.unanswered |= None in cells
                 return at
         return len(asked)
 
@@ -119,7 +126,9 @@ class Reads:
             async with asyncio.timeout_at(until):
                 await lease.lock.acquire()
         except TimeoutError:
+            lease.unanswered = True
             self._metrics.deadlines.labels("acquire").inc()
+            self._explainer.missed(lease, end)
             return end
         try:
             stop = min(last, await self._believed(lease, until - loop.time()))
@@ -129,19 +138,26 @@ class Reads:
                 reached = await self._acquire_batch(lease, end, batch, max(0.001, until - loop.time()))
                 complete, end = reached == batch, reached
                 if not complete:
+                    lease.unanswered |= loop.time() >= until - LATE_SHARE * deadline_s
                     break
         except StorageUnavailable:
+            lease.unanswered = True
             self._metrics.storage_faults.labels("acquire").inc()
         finally:
             lease.lock.release()
         lease.registration.require_sealed()
-        return first if lease.released else end
+        if lease.released:
+            return first
+        if end < last:
+            self._explainer.missed(lease, end)
+        return end
 
     async def _believed(self, lease: Lease, wait_s: float) -> int:
         """How many chunks from the first are worth asking storage for, once the probe has ended or the wait is over."""
         probe = lease.probe
         if probe is not None:
             await asyncio.wait({probe}, timeout=max(0.0, wait_s))
+            lease.unanswered |= not probe.done()
             if probe.done() and not probe.cancelled():
                 return max(probe.result(), self._presence.contiguous(lease.chunks, lease.rectangles))
         return self._presence.contiguous(lease.chunks, lease.rectangles)
@@ -228,6 +244,8 @@ class Reads:
             if held is not None:
                 held.quarantined = True
             self.quarantine(load.lease, index, load.chunks[index][0], "payload_digest")
+        if mismatched:
+            self._explainer.missed(load.lease, min(mismatched))
         valid = load.generation == self._pool.generation and load.lease.registration.sealed
         self._metrics.loads.labels("good" if valid and not mismatched else "bad").inc(len(load.chunks))
         await self._close_load(load)
@@ -273,6 +291,7 @@ class Reads:
         """Remove an object that is not what its address says, from every tier, in the background."""
         self._metrics.quarantined.labels(why).inc()
         self._presence.discard(lease.chunks[index], rectangle)
+        self._explainer.refused(lease.chunks[index], why)
         ref = self._refs(lease, index)[rectangle]
         task = asyncio.create_task(self._delete(ref))
         self._background.add(task)

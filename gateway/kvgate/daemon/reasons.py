@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 from kvgate.contract.digests import DIGEST_BYTES
 from kvgate.contract.table import COMPONENTS
+from kvgate.daemon.links import Links
 from kvgate.storage.envelope import Components
 
 _FIELDS: Final = {name: name.replace(" ", "_") for name in COMPONENTS if name != "scope"}
@@ -42,9 +43,9 @@ class Make:
         return {name: digest[:_SHORT_BYTES].hex() if any(digest) else "none" for name, digest in self._digests().items()}
 
     def _digests(self) -> dict[str, bytes]:
-        found = {
-            name: self.parts[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at, name in enumerate(_FIELDS)
-        } | {"scope": self.access}
+        found = {name: self.parts[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] for at, name in enumerate(_FIELDS)} | {
+            "scope": self.access
+        }
         return {name: found[name] for name in COMPONENTS}
 
 
@@ -63,15 +64,20 @@ class Known(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A miss. ``links``: of the bound chunks, from the first missing one on. ``refused``: why that one was quarantined, "" if it was not.
+    """A miss of chunk ``missing`` of a request. ``refused``: why that chunk was quarantined, "" if it was not.
 
     ``answered`` False: storage did not answer, so whether the object is there is not known.
     """
 
-    links: tuple[bytes, ...]
+    chain: Links
+    missing: int
     make: Make
     refused: str = ""
     answered: bool = True
+
+    def links(self) -> list[bytes]:
+        """Links of the bound chunks from the first missing one on. Hashes them at the first call: not for the event loop."""
+        return self.chain.first(len(self.chain))[self.missing :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +98,21 @@ def judge(known: Known, question: Question, access: bytes | None) -> Verdict:
     Everything that is not of that access is left out before anything else is looked at: it can change neither the answer nor the
     work done for it.
     """
-    if not question.links:
+    links = question.links()
+    if not links:
         return Verdict(("below one chunk",))
     if question.refused:
         return Verdict((f"refused:{question.refused}",))
     if not question.answered:
         return Verdict(("unavailable",))
-    if known.holds(question.links[0], question.make):
+    if known.holds(links[0], question.make):
         return Verdict(("evicted",), 1, question.make)
-    run = known.run(question.links, access)
+    run = known.run(links, access)
     if run == 0:
         return Verdict(("absent",))
-    makes = known.makes(question.links[run - 1], access)
+    makes = known.makes(links[run - 1], access)
     if access is None:
         # What the requester may have comes first, so that of two equally near objects it is the one that is named.
-        makes = known.makes(question.links[run - 1], question.make.access) + makes
+        makes = known.makes(links[run - 1], question.make.access) + makes
     nearest = min(makes, key=lambda make: len(question.make.differing(make)))
     return Verdict(question.make.differing(nearest) or ("evicted",), run, nearest)

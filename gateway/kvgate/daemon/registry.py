@@ -117,7 +117,7 @@ class Registration:
             if len(self.adapters) >= MAX_ADAPTERS:
                 self.adapters.popitem(last=False)
             contract = dataclasses.replace(self.model, adapter=adapter)
-            self.adapters[key] = AdapterState(digest_model(contract))
+            self.adapters[key] = AdapterState(digest_model(contract, self.form.plan))
         self.adapters.move_to_end(key)
         return key
 
@@ -241,7 +241,7 @@ class Registry:
     def _open(self, report: RegisterWorker, domain_key: bytes, domain: bytes) -> Registration:
         if len(self._by_handle) >= MAX_REGISTRATIONS:
             raise Refused("busy", "too many engines are registered", remedy="stop engines that are not in use")
-        digests = digest_model(report.model)
+        digests = digest_model(report.model, report.plan)
         form = StoredForm.of(report.representation, report.plan)
         named = [report.engine, report.generation, domain, digests.model, form.representation_digest, form.plan_digest]
         handle = keyed(self._handle_key, encode(named))

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,9 +63,9 @@ def load_or_create(path: Path) -> DeploymentKeys:
 
 
 def _create(path: Path) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(f"kvgate-secret-v1 {secrets.token_hex(32)}\n".encode())
@@ -77,4 +78,5 @@ def _create(path: Path) -> None:
     except OSError as error:
         raise SecretError(f"deployment secret {path}: can't create it: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where its folder can't be used the error under way says so
+            temporary.unlink(missing_ok=True)

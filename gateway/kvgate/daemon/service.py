@@ -15,6 +15,7 @@ from kvgate.config import Config
 from kvgate.contract.record import Record
 from kvgate.contract.request import RequestDescriptor
 from kvgate.daemon.errors import Refused
+from kvgate.daemon.explain import Explainer, reference
 from kvgate.daemon.leases import Lease, LeaseTable
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.policy import Domain, Policy
@@ -66,6 +67,7 @@ class Service:
         presence: PresenceIndex,
         reads: Reads,
         writes: Writes,
+        explainer: Explainer,
         metrics: Metrics,
     ) -> None:
         self._config = config
@@ -75,6 +77,7 @@ class Service:
         self._presence = presence
         self._reads = reads
         self._writes = writes
+        self._explainer = explainer
         self._metrics = metrics
         self._boot = secrets.token_bytes(messages.TOKEN_BYTES)
         self._session_ids = count(1)
@@ -88,6 +91,7 @@ class Service:
             messages.Acquire: self._acquire,
             messages.Extend: self._extend,
             messages.Release: self._release,
+            messages.Explain: self._explain,
             messages.Load: self._load,
             messages.FinishLoad: self._finish_load,
             messages.Reserve: self._reserve,
@@ -230,7 +234,13 @@ class Service:
         self._metrics.bound_chunks.labels("known").inc(present)
         self._metrics.bound_chunks.labels("unknown").inc(len(lease.chunks) - present)
         probing = self._reads.start_probe(lease, present)
-        return messages.Bound(lease=lease.token, present=present, probing=probing, addresses=b"".join(lease.chunks))
+        return messages.Bound(
+            lease=lease.token,
+            present=present,
+            probing=probing,
+            reference=reference(lease.token),
+            addresses=b"".join(lease.chunks),
+        )
 
     async def _acquire(self, session: Session, message: messages.Acquire) -> Record:
         lease = self._own_lease(session, message.lease)
@@ -247,6 +257,11 @@ class Service:
         if lease is not None and lease.session == session.id:
             await self._reads.release(lease)
         return messages.Done()
+
+    async def _explain(self, session: Session, message: messages.Explain) -> Record:
+        lease = self._leases.find(message.lease)
+        missing = self._presence.contiguous(lease.chunks, lease.rectangles) if lease is not None else 0
+        return await self._explainer.answer(session.id, message.lease, lease, missing)
 
     async def _load(self, session: Session, message: messages.Load) -> Record:
         lease = await self._worker_lease(session, message.lease)

@@ -7,6 +7,8 @@ import os
 import stat
 from pathlib import Path
 
+SOCKETS = ("gateway.sock", "admin.sock")
+
 
 class StateDirError(Exception):
     """The state directory can't be used; the message says why and what to do."""
@@ -32,15 +34,21 @@ class StateDir:
         if found.st_mode & 0o077:
             raise StateDirError(f"state_dir {self.path}: is open to others; run: chmod 700 {self.path}")
         self._lock()
-        for name in ("gateway.sock", "admin.sock"):
-            (self.path / name).unlink(missing_ok=True)
+        try:
+            for name in SOCKETS:
+                (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            self.release()
+            raise StateDirError(f"state_dir {self.path}: can't remove a stale socket: {error.strerror}") from error
 
     def release(self) -> None:
         """Remove sockets and lock. Idempotent."""
         if self._descriptor < 0:
             return
-        for name in ("gateway.sock", "admin.sock"):
-            (self.path / name).unlink(missing_ok=True)
+        for name in SOCKETS:
+            path = self.path / name
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
         # Unlinked while still locked: whoever opened it meanwhile sees in _lock() that its file is gone.
         self._lock_path.unlink(missing_ok=True)
         os.close(self._descriptor)
@@ -48,7 +56,10 @@ class StateDir:
 
     def _lock(self) -> None:
         while True:
-            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise StateDirError(f"state_dir {self.path}: can't open its lock: {error.strerror}") from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -57,7 +68,8 @@ class StateDir:
                 raise StateDirError(
                     f"state_dir {self.path}: another gateway (process {owner or 'unknown'}) runs there; stop it, or choose another"
                 ) from None
-            if self._lock_path.exists() and os.fstat(descriptor).st_ino == self._lock_path.stat().st_ino:
+            # Its last holder unlinks the file: a lock on a file that is not there any more locks nobody out.
+            if os.fstat(descriptor).st_nlink:
                 break
             os.close(descriptor)
         os.ftruncate(descriptor, 0)

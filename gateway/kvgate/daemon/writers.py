@@ -33,6 +33,7 @@ class OpenWrite:
     address: bytes
     payload_bytes: int
     components: Components
+    link: bytes
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ import structlog
 
 from kvgate.contract.digests import SCHEMA
 from kvgate.daemon.background import end_tasks
+from kvgate.daemon.explain import Explainer
 from kvgate.daemon.leases import Lease
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.pool_view import PoolView
@@ -29,6 +30,7 @@ class Writes:
         backend: StorageBackend,
         pool: PoolView,
         presence: PresenceIndex,
+        explainer: Explainer,
         envelope_key: bytes,
         metrics: Metrics,
         storage_s: float,
@@ -36,6 +38,7 @@ class Writes:
         self._backend = backend
         self._pool = pool
         self._presence = presence
+        self._explainer = explainer
         self._envelope_key = envelope_key
         self._metrics = metrics
         self._storage_s = storage_s
@@ -45,6 +48,7 @@ class Writes:
     async def reserve(self, writer: Writer, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> Reserved:
         """Slots for this worker's shard of each chunk; what is resident already, busy or does not fit is skipped by name."""
         addresses = [lease.chunk(index) for index in chunks]
+        links = lease.links.first(max(chunks) + 1)
         refs = [shard_refs(lease.registration, chunk)[rectangle] for chunk in addresses]
         info = self._pool.info
         with self.writers.room(writer, len(chunks)):
@@ -53,8 +57,10 @@ class Writes:
         for index, chunk, ref, result in zip(chunks, addresses, refs, got, strict=True):
             if isinstance(result, Refusal):
                 self._metrics.reserved.labels(result.value).inc()
-                if result is Refusal.RESIDENT:
+                if result is Refusal.RESIDENT and not self._presence.whole(chunk, lease.rectangles):
                     self._presence.add(chunk, rectangle)
+                    if self._presence.whole(chunk, lease.rectangles):
+                        self._explainer.stored([(chunk, links[index], lease.components)])
                 slots.append(ReservedSlot(chunk=index, status=result.value, reservation=0, offset=0, length=0))
                 continue
             self._metrics.reserved.labels("slot").inc()
@@ -70,6 +76,7 @@ class Writes:
                     ref.address,
                     payload_bytes,
                     lease.components,
+                    links[index],
                 ),
             )
             slots.append(
@@ -109,10 +116,15 @@ class Writes:
             self._metrics.storage_faults.labels("commit").inc()
             self._abort_soon([write.reservation for write in ready])
             raise
-        for write, visible in zip(ready, done, strict=True):
-            if visible:
-                self._presence.add(write.chunk, write.rectangle)
-                self._metrics.payload_bytes.labels("stored").inc(write.payload_bytes)
+        stored = [write for write, visible in zip(ready, done, strict=True) if visible]
+        for write in stored:
+            self._presence.add(write.chunk, write.rectangle)
+            self._metrics.payload_bytes.labels("stored").inc(write.payload_bytes)
+        self._explainer.stored(
+            (write.chunk, write.link, write.components)
+            for write in stored
+            if self._presence.whole(write.chunk, len(write.registration.form.plan.rectangles))
+        )
         self._metrics.committed.labels("visible").inc(sum(done))
         self._metrics.committed.labels("lost").inc(len(done) - sum(done))
         return sum(done)

@@ -1,0 +1,381 @@
+"""Limits: sessions, requests, leases, frames, slow and silent peers; nothing piles up."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from kvgate.contract.encoding import encode
+from kvgate.daemon import server, writers
+from kvgate.daemon.app import Gateway
+from kvgate.protocol.framing import HEADER, MAX_FRAME_BYTES, frame_bytes, frame_length, parse_frame
+from kvgate.protocol.messages import MAX_BATCH, MAX_CHUNKS, Acquire, Bind, Bound, Failure, Release, Welcome
+from tests.daemon import makers
+from tests.daemon.admin_client import counter
+from tests.daemon.backends import FaultyBackend
+from tests.daemon.conftest import Start, eventually, nothing_held, own_tasks
+from tests.daemon.engine import Engine
+from tests.daemon.wire import WAIT_S, Wire, denied, hello
+
+
+async def sessions(gateway: Gateway) -> float:
+    """Open connections, as the metrics page counts them."""
+    return await counter(gateway, "sessions")
+
+
+async def eventually_sessions(gateway: Gateway, count: int) -> None:
+    """Wait until ``count`` connections are open."""
+
+    async def reached() -> bool:
+        return await sessions(gateway) == count
+
+    await eventually(f"{count} sessions", reached)
+
+
+async def test_sessions_are_bounded(start: Start) -> None:
+    """One connection more than max_sessions is hung up on; when one leaves, the next gets in."""
+    gateway = await start(max_sessions=3)
+    path = gateway.config.socket_path
+    wires = [await Wire.open(path) for _ in range(3)]
+    extra = await Wire.connect(path)
+    await extra.hung_up()
+    assert await sessions(gateway) == 3
+    await wires[0].close()
+    await eventually_sessions(gateway, 2)
+    wires[0] = await Wire.open(path)
+    for wire in wires:
+        await wire.close()
+    await eventually_sessions(gateway, 0)
+
+
+async def test_requests_of_a_session_are_bounded(start: Start) -> None:
+    """Requests beyond max_requests_per_session are answered busy at once; those under way still get their answers."""
+    backend = FaultyBackend()
+    gateway = await start(backend, max_requests_per_session=4)
+    engine = await Engine.start(gateway.config.socket_path)
+    await engine.store("a")
+    leases = [await engine.lease("a") for _ in range(4)]
+    backend.stalled = {"acquire"}
+    waiting = [engine.scheduler.post(Acquire(lease=lease, first=0, last=1, deadline_ms=60_000)) for lease in leases]
+
+    async def all_wait() -> bool:
+        return backend.waiting == 4
+
+    await eventually("four acquires wait", all_wait)
+    for _ in range(20):
+        async with denied("busy"):
+            await engine.bind("a")
+    backend.resume()
+    assert [getattr(await reply, "end", None) for reply in waiting] == [1] * 4
+    assert (await engine.bind("a")).present == 1
+    await engine.close()
+    await nothing_held(gateway)
+
+
+async def test_one_busy_session_does_not_hold_up_another(start: Start) -> None:
+    """While one connection has used up its requests on stalled storage, another is served."""
+    backend = FaultyBackend()
+    gateway = await start(backend, max_requests_per_session=2)
+    engine = await Engine.start(gateway.config.socket_path)
+    await engine.store("a")
+    backend.stalled = {"acquire"}
+    for _ in range(2):
+        lease = await engine.lease("a")
+        engine.scheduler.post(Acquire(lease=lease, first=0, last=1, deadline_ms=60_000))
+    other = await Wire.open(gateway.config.socket_path)
+    assert (await other.call(engine.bind_message("a"), Bound)).present == 1
+    backend.resume()
+    await other.close()
+    await engine.close()
+
+
+async def test_leases_are_bounded(start: Start) -> None:
+    """One bind more than max_leases is busy; a release makes room."""
+    gateway = await start(max_leases=5)
+    engine = await Engine.start(gateway.config.socket_path)
+    leases = [await engine.lease("a") for _ in range(5)]
+    async with denied("busy"):
+        await engine.bind("a")
+    await engine.release(leases[0])
+    await engine.bind("a")
+    await engine.close()
+    await nothing_held(gateway)
+
+
+async def test_open_writes_of_a_process_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with too many open writes is told so, and gets slots again when it has committed or aborted some."""
+    monkeypatch.setattr(writers, "MAX_OPEN_WRITES", 3)
+    engine = await Engine.start((await start()).config.socket_path)
+    lease = await engine.lease("a", "b", "c", "d")
+    reserved = await engine.reserve(lease, 0, 1)
+    async with denied("busy"):
+        await engine.reserve(lease, 2, 3)
+    assert await engine.commit((), [slot.reservation for slot in reserved.slots]) == 0
+    assert len((await engine.reserve(lease, 0, 1, 2)).slots) == 3
+    await engine.close()
+
+
+async def test_presence_index_is_bounded(start: Start) -> None:
+    """The index never knows more than max_known_chunks; what it forgot is found by asking storage."""
+    gateway = await start(max_known_chunks=10)
+    engine = await Engine.start(gateway.config.socket_path)
+    for number in range(30):
+        await engine.store(f"{number}")
+    assert (await gateway.status())["known_chunks"] == 10
+    assert await engine.hit("0") == 1
+    await engine.close()
+
+
+@pytest.mark.parametrize("length", [0, MAX_FRAME_BYTES + 1, 2**32 - 1])
+async def test_bad_frame_length_ends_the_connection(gateway: Gateway, length: int) -> None:
+    """An empty or oversize frame is not waited for, and takes no memory: the connection ends, others live on."""
+    wire = await Wire.open(gateway.config.socket_path)
+    other = await Wire.open(gateway.config.socket_path)
+    await wire.raw(HEADER.pack(length))
+    await wire.hung_up()
+    async with denied("unsealed"):
+        await other.call(Bind(**bind_values()), Bound)
+    await other.close()
+
+
+def bind_values() -> dict[str, object]:
+    """A bind with a made-up handle."""
+    return {
+        "handle": makers.name("handle"),
+        "adapter": None,
+        "salt": None,
+        "scope": "prefix",
+        "scope_key": None,
+        "manifest": None,
+        "tokens": makers.tokens("a"),
+    }
+
+
+MALFORMED: dict[str, bytes] = {
+    "not CBOR": b"\xff\xff\xff",
+    "an array": encode([1, 2, 3]),
+    "missing body": encode({"id": 1, "type": "Hello"}),
+    "an extra key": encode({"id": 1, "type": "Hello", "body": {}, "x": 1}),
+    "negative id": encode({"id": -1, "type": "Hello", "body": {}}),
+    "text id": encode({"id": "1", "type": "Hello", "body": {}}),
+    "number as type": encode({"id": 1, "type": 5, "body": {}}),
+    "trailing bytes": encode({"id": 1, "type": "Hello", "body": {}}) + b"\0",
+    "unsorted keys": b"\xa3" + b"\x64type\x65Hello" + b"\x62id\x01" + b"\x64body\xa0",
+    "indefinite map": b"\xbf\x62id\x01\xff",
+    "nested too deep": b"\x81" * 100 + b"\x00",
+    "huge array head": b"\x9b" + b"\xff" * 8,
+    "float": b"\xfb" + b"\0" * 8,
+    "a tag": b"\xc1\x01",
+}
+
+
+@pytest.mark.parametrize("case", list(MALFORMED))
+@pytest.mark.parametrize("greeted", [False, True])
+async def test_malformed_frame_ends_its_connection_only(gateway: Gateway, case: str, greeted: bool) -> None:
+    """Bytes that are no frame end the connection that sent them, before and after hello; the gateway serves on."""
+    wire = await (Wire.open if greeted else Wire.connect)(gateway.config.socket_path)
+    await wire.raw(HEADER.pack(len(MALFORMED[case])) + MALFORMED[case])
+    await wire.hung_up()
+    again = await Wire.open(gateway.config.socket_path)
+    await again.close()
+
+
+BAD_BODIES: dict[str, tuple[str, object]] = {
+    "unknown message": ("Nonsense", {}),
+    "message of another version": ("BindV2", bind_values()),
+    "body that is no map": ("Bind", [1, 2]),
+    "null body": ("Bind", None),
+    "empty body": ("Bind", {}),
+    "unknown field": ("Release", {"lease": bytes(32), "force": True}),
+    "short lease": ("Release", {"lease": bytes(31)}),
+    "text for bytes": ("Release", {"lease": "x" * 32}),
+    "number for bytes": ("Release", {"lease": 7}),
+    "bytes for number": ("Acquire", {"lease": bytes(32), "first": b"", "last": 1, "deadline_ms": 1}),
+    "bool for number": ("Acquire", {"lease": bytes(32), "first": False, "last": 1, "deadline_ms": 1}),
+    "negative number": ("Acquire", {"lease": bytes(32), "first": -1, "last": 1, "deadline_ms": 1}),
+    "no deadline": ("Acquire", {"lease": bytes(32), "first": 0, "last": 1, "deadline_ms": 0}),
+    "deadline of an hour": ("Acquire", {"lease": bytes(32), "first": 0, "last": 1, "deadline_ms": 3_600_000}),
+    "range beyond the limit": ("Acquire", {"lease": bytes(32), "first": 0, "last": MAX_CHUNKS + 1, "deadline_ms": 1}),
+    "empty load": ("Load", {"lease": bytes(32), "chunks": []}),
+    "load of too many": ("Load", {"lease": bytes(32), "chunks": [0] * (MAX_BATCH + 1)}),
+    "reserve of too many": ("Reserve", {"lease": bytes(32), "chunks": [0] * (MAX_BATCH + 1)}),
+    "too many aborts": ("Commit", {"written": [], "aborted": [0] * (MAX_BATCH + 1)}),
+    "zero payload digest": ("Commit", {"written": [{"reservation": 1, "digest": bytes(32)}], "aborted": []}),
+    "half a token digest": ("Bind", bind_values() | {"tokens": bytes(48)}),
+    "too many chunks": ("Bind", bind_values() | {"tokens": b"x" * (32 * (MAX_CHUNKS + 1))}),
+    "unknown scope": ("Bind", bind_values() | {"scope": "everyone"}),
+    "empty salt": ("Bind", bind_values() | {"salt": b""}),
+    "zero salt": ("Bind", bind_values() | {"salt": bytes(32)}),
+    "zero adapter": ("Bind", bind_values() | {"adapter": bytes(32)}),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD_BODIES))
+async def test_invalid_message_is_answered_by_id(gateway: Gateway, case: str) -> None:
+    """A well-formed frame with an invalid message gets its own refusal, and the connection lives on."""
+    kind, body = BAD_BODIES[case]
+    wire = await Wire.connect(gateway.config.socket_path, listen=False)
+    await wire.raw(frame_bytes(1, hello()))
+    data = encode({"id": 99, "type": kind, "body": body})
+    await wire.raw(HEADER.pack(len(data)) + data)
+    await wire.raw(frame_bytes(100, Release(lease=bytes(32))))
+    replies = {}
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(3):
+            frame = parse_frame(await wire.reader.readexactly(frame_length(await wire.reader.readexactly(4))))
+            replies[frame.id] = frame.message()
+    assert isinstance(replies[1], Welcome)
+    refused = replies[99]
+    assert isinstance(refused, Failure)
+    assert refused.code == "malformed"
+    assert isinstance(replies[100], Failure)
+    await wire.close()
+
+
+async def test_largest_bind_is_served(gateway: Gateway) -> None:
+    """The longest prompt the protocol allows gets all its addresses."""
+    engine = await Engine.start(gateway.config.socket_path)
+    many = b"".join(index.to_bytes(32, "big") for index in range(1, MAX_CHUNKS + 1))
+    bound = await engine.bind(tokens=many)
+    assert len(bound.addresses) == len(many)
+    await engine.release(bound.lease)
+    await engine.close()
+    await nothing_held(gateway)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x10", HEADER.pack(100) + b"abc"])
+async def test_connection_without_hello_is_dropped(start: Start, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """A peer that says nothing, or half a hello, loses its connection at the hello deadline."""
+    monkeypatch.setattr(server, "HELLO_S", 0.1)
+    gateway = await start()
+    wire = await Wire.connect(gateway.config.socket_path)
+    await wire.raw(sent)
+    await wire.hung_up()
+    await eventually_sessions(gateway, 0)
+
+
+async def test_hello_byte_by_byte_is_dropped(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sending a byte now and then does not extend the hello deadline."""
+    monkeypatch.setattr(server, "HELLO_S", 0.2)
+    gateway = await start()
+    wire = await Wire.connect(gateway.config.socket_path)
+
+    async def drip() -> None:
+        for byte in frame_bytes(1, hello()):
+            await wire.raw(bytes([byte]))
+            await asyncio.sleep(0.02)
+
+    dripping = asyncio.create_task(drip())
+    await wire.hung_up()
+    dripping.cancel()
+    await eventually_sessions(gateway, 0)
+
+
+async def test_peer_that_never_reads_is_dropped(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks and never reads replies loses its connection and all its leases; nobody else notices."""
+    monkeypatch.setattr(server, "WRITE_S", 0.2)
+    gateway = await start()
+    engine = await Engine.start(gateway.config.socket_path)
+    deaf = await Wire.connect(gateway.config.socket_path, listen=False)
+    deaf.writer.write(frame_bytes(1, hello()))
+    many = engine.bind_message(tokens=b"".join(index.to_bytes(32, "big") for index in range(1, 2001)))
+    for number in range(2, 42):
+        deaf.writer.write(frame_bytes(number, many))
+    await eventually_sessions(gateway, 2)
+    assert (await engine.bind("a")).present == 0
+
+    async def only_ours() -> bool:
+        return (await gateway.status())["leases"] == 1
+
+    await eventually("the deaf client's leases are gone", only_ours)
+    await deaf.close()
+    await engine.close()
+    await nothing_held(gateway)
+
+
+async def test_half_frame_then_gone_leaves_nothing(gateway: Gateway) -> None:
+    """A client that dies inside a frame is forgotten, with what it had bound."""
+    engine = await Engine.start(gateway.config.socket_path)
+    await engine.lease("a")
+    await engine.scheduler.raw(frame_bytes(77, engine.bind_message("b"))[:-5])
+    await engine.scheduler.close()
+    await nothing_held(gateway)
+    await engine.workers[0].close()
+    await eventually_sessions(gateway, 0)
+
+
+async def test_many_requests_leave_nothing_behind(gateway: Gateway) -> None:
+    """Ten thousand requests bound, acquired and released: no lease, hold, task or object is left of them."""
+    engine = await Engine.start(gateway.config.socket_path)
+    await engine.store("a", "b")
+    tasks, before = len(own_tasks()), len(gc.get_objects())
+
+    async def request(number: int) -> None:
+        lease = await engine.lease("a", "b" if number % 2 else "absent")
+        if number % 3:
+            assert await engine.acquire(lease, 0, 2) == 1 + number % 2
+        await engine.release(lease)
+
+    for begin in range(0, 10_000, 100):
+        await asyncio.gather(*(request(number) for number in range(begin, begin + 100)))
+    await nothing_held(gateway)
+    gc.collect()
+    assert len(own_tasks()) == tasks
+    assert len(gc.get_objects()) - before < 2000
+    assert (await gateway.status())["storage"]["unknown_releases"] == 0
+    await engine.close()
+
+
+async def test_connections_leave_nothing_behind(gateway: Gateway) -> None:
+    """Hundreds of connections that came, registered, bound and went leave no session, registration, lease or watcher."""
+    import os
+
+    tasks, descriptors = len(own_tasks()), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for number in range(200):
+        engine = await Engine.start(gateway.config.socket_path, engine=makers.engine_id(f"engine {number}"))
+        await engine.lease("a")
+        await engine.close()
+    await nothing_held(gateway)
+    await eventually_sessions(gateway, 0)
+    assert (await gateway.status())["registrations"] == []
+    assert len(own_tasks()) == tasks
+    assert len(os.listdir("/proc/self/fd")) - descriptors <= 2  # noqa: PTH208
+
+
+async def test_engines_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine more than the limit is busy; when one has gone there is room."""
+    from kvgate.daemon import registry
+
+    monkeypatch.setattr(registry, "MAX_REGISTRATIONS", 2)
+    gateway = await start()
+    engines = [await Engine.start(gateway.config.socket_path, engine=makers.engine_id(f"engine {n}")) for n in range(2)]
+    async with denied("busy"):
+        await Engine.start(gateway.config.socket_path, engine=makers.engine_id("engine 2"))
+    await engines[0].close()
+
+    async def room() -> bool:
+        return len((await gateway.status())["registrations"]) == 1
+
+    await eventually("one engine is gone", room)
+    third = await Engine.start(gateway.config.socket_path, engine=makers.engine_id("engine 3"))
+    await third.close()
+    await engines[1].close()
+
+
+async def test_open_loads_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One load more than the limit is busy; closing one makes room."""
+    from kvgate.daemon import reads
+
+    monkeypatch.setattr(reads, "MAX_OPEN_LOADS", 2)
+    engine = await Engine.start((await start()).config.socket_path)
+    await engine.store("a")
+    lease = await engine.lease("a")
+    await engine.acquire(lease, 0, 1)
+    tickets = [(await engine.load(lease, 0)).ticket for _ in range(2)]
+    async with denied("busy"):
+        await engine.load(lease, 0)
+    assert await engine.finish(tickets[0])
+    assert await engine.finish((await engine.load(lease, 0)).ticket)
+    await engine.close()
