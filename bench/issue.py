@@ -84,7 +84,7 @@ def issue(env: Env, block_tokens: int) -> Samples:
 
     hasher = env.shared("vllm", vllm_hasher)
     env.versions["vllm"] = hasher.version
-    plan = env.plan(runs=20, repeats=5, warmup=3)
+    plan = env.plan(runs=20, repeats=5, warmup=2)
     sides: dict[str, Timed] = {"ours": timed(ours), "peer": partial(hasher.seconds, block_tokens)}
     taken = interleave(sides, runs=plan.runs, repeats=plan.repeats, warmup=plan.warmup, step=env.stepper(plan.runs))
     chunks = PROMPT_TOKENS // CHUNK_TOKENS

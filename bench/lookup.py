@@ -164,7 +164,7 @@ def _require(right: bool) -> None:
 def lookup(env: Env, tokens: int, what: str) -> Samples:
     """One length; ``what`` is "present", "absent" or "held"."""
     ours, present = env.shared("engine", filled_engine(1)), what != "absent"
-    plan = env.plan(runs=15, repeats=20 if tokens < 10_000 else 10, warmup=5)
+    plan = env.plan(runs=15, repeats=20 if tokens < 10_000 else 10, warmup=3)
     make = our_hold if what == "held" else our_bind
     sides = {"ours": make(ours, Turns(tokens, present, count()))}
     note = ""
@@ -187,7 +187,7 @@ def lookup(env: Env, tokens: int, what: str) -> Samples:
 def round_trip(env: Env, tokens: int) -> Samples:
     """The bind round trip alone, all present."""
     ours = env.shared("engine", filled_engine(1))
-    plan = env.plan(runs=15, repeats=20, warmup=5)
+    plan = env.plan(runs=15, repeats=20, warmup=3)
     sides = {"ours": our_round_trip(ours, Turns(tokens, True, count()))}
     taken = interleave(sides, runs=plan.runs, repeats=plan.repeats, warmup=plan.warmup, step=env.stepper(plan.runs))
     return Samples(ours=micros(taken["ours"]), smaller_is_better=True)
@@ -196,7 +196,7 @@ def round_trip(env: Env, tokens: int) -> Samples:
 def wide(env: Env, tokens: int) -> Samples:
     """A plan of eight workers against a plan of one, on the same gateway."""
     narrow, broad = env.shared("engine", filled_engine(1)), env.shared("wide", filled_engine(WIDE_WORKERS))
-    plan = env.plan(runs=15, repeats=20 if tokens < 10_000 else 10, warmup=5)
+    plan = env.plan(runs=15, repeats=20 if tokens < 10_000 else 10, warmup=3)
     sides = {
         "ours": our_bind(broad, Turns(tokens, True, count())),
         "peer": our_bind(narrow, Turns(tokens, True, count())),

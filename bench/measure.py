@@ -1,4 +1,4 @@
-"""Taking samples: ours, the peer and the limit turn by turn in the same run, so that a slow minute hits all alike."""
+"""Taking samples: ours, the peer and the limit in turns within the same run, so that a slow minute hits all alike."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+SETTLE_S: Final = 0.03
+"""Before a side's turn: the other sides' processes finish what they put off."""
 
 Timed = Callable[[], float]
 """Does the work once and returns the seconds that count."""
@@ -25,25 +29,20 @@ def timed(work: Callable[[], object]) -> Timed:
 def interleave(
     sides: Mapping[str, Timed], *, runs: int, repeats: int, warmup: int, step: Callable[[], None]
 ) -> dict[str, list[float]]:
-    """Seconds per side: one median over ``repeats`` a run. Sides take turns call by call, and who begins changes each time.
+    """Seconds per side: one median over ``repeats`` calls a run. In every run each side has its turn, and who begins changes.
 
-    ``step`` is called after each run, for progress.
+    A turn is a pause, ``warmup`` calls that do not count, and ``repeats`` that do. Call by call in turns would measure mostly what the
+    other side's threads still do after their answer. ``step`` is called after each run, for progress.
     """
     names = list(sides)
-    for _ in range(warmup):
-        for name in names:
-            sides[name]()
     found: dict[str, list[float]] = {name: [] for name in names}
-    turn = 0
-    for _ in range(runs):
-        taken: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(repeats):
-            turn += 1
-            at = turn % len(names)
-            for name in names[at:] + names[:at]:
-                taken[name].append(sides[name]())
-        for name in names:
-            found[name].append(statistics.median(taken[name]))
+    for run in range(runs):
+        at = run % len(names)
+        for name in names[at:] + names[:at]:
+            time.sleep(SETTLE_S)
+            for _ in range(warmup):
+                sides[name]()
+            found[name].append(statistics.median([sides[name]() for _ in range(repeats)]))
         step()
     return found
 

@@ -54,7 +54,7 @@ def above_one_chunk(ours: EngineSessions) -> Timed:
 def miss(env: Env, *, long: bool) -> Samples:
     """µs from the tokens to a certain miss."""
     ours = env.shared("engine", filled_engine(1))
-    plan = env.plan(runs=15, repeats=40, warmup=10)
+    plan = env.plan(runs=15, repeats=40, warmup=5)
     sides = {"ours": (above_one_chunk if long else below_one_chunk)(ours)}
     taken = interleave(sides, runs=plan.runs, repeats=plan.repeats, warmup=plan.warmup, step=env.stepper(plan.runs))
     return Samples(ours=micros(taken["ours"]), smaller_is_better=True, note="control plane only, no engine")

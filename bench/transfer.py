@@ -241,7 +241,7 @@ def transfer(env: Env, geometry: Geometry, *, store: bool, digest: bool) -> Samp
     sides = {"ours": (our_store if store else our_load)(pair, digest=digest)}
     if pair.theirs is not None:
         sides["peer"] = (peer_store if store else peer_load)(pair, pair.theirs)
-    plan = env.plan(runs=15, repeats=1 if geometry is LARGE else 5, warmup=2)
+    plan = env.plan(runs=15, repeats=3 if geometry is LARGE else 10, warmup=1)
     with CopyLimit(CHUNKS, geometry.chunk_bytes, LIMIT_BYTES, out=store, hashed=digest) as limit:
         sides["limit"] = limit.best()
         taken = interleave(sides, runs=plan.runs, repeats=plan.repeats, warmup=plan.warmup, step=env.stepper(plan.runs))
