@@ -61,6 +61,7 @@ async def start(folder: Path) -> AsyncIterator[Start]:
     for gateway in running:
         async with asyncio.timeout(WAIT_S):
             await gateway.stop()
+    for gateway in running:
         assert not left_in(gateway.config.state_dir)
     assert not own_tasks()
 

@@ -49,11 +49,13 @@ def load_or_create(path: Path) -> DeploymentKeys:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise SecretError(f"deployment secret {path}: {error.strerror}; it must be a plain file") from error
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(file.fileno())
+    try:
+        mode = os.fstat(descriptor)
         if not stat.S_ISREG(mode.st_mode) or mode.st_uid != os.geteuid() or mode.st_mode & 0o077:
-            raise SecretError(f"deployment secret {path}: must be yours and closed to others; run: chmod 600 {path}")
-        text = file.read(4096).decode("ascii", errors="replace")
+            raise SecretError(f"deployment secret {path}: must be a file of yours, closed to others; run: chmod 600 {path}")
+        text = os.read(descriptor, 4096).decode("ascii", errors="replace")
+    finally:
+        os.close(descriptor)
     match = _FORM.fullmatch(text)
     if not match:
         raise SecretError(
