@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -206,3 +206,27 @@ def assert_nothing_held(gateway: GatewayProcess) -> None:
         return not any(counts)
 
     wait_until(clean, SETTLE_S, f"something is still held: {gateway.status()}")
+
+
+@contextmanager
+def before_moves(method: str, action: Callable[[Sequence[Any]], None], times: int = 1) -> Iterator[list[int]]:
+    """Call ``action(moves)`` right before the next ``times`` calls of ``Packer.pack`` or ``Packer.unpack`` move anything.
+
+    Gives a list that grows with every such call.
+    """
+    from kvgate_kernels import Packer
+
+    plain = getattr(Packer, method)
+    calls: list[int] = []
+
+    def moved(self: Any, moves: Any, **options: Any) -> Any:
+        calls.append(len(moves))
+        if len(calls) <= times:
+            action(moves)
+        return plain(self, moves, **options)
+
+    setattr(Packer, method, moved)
+    try:
+        yield calls
+    finally:
+        setattr(Packer, method, plain)
