@@ -27,6 +27,7 @@ tokens16 = st.binary(min_size=m.TOKEN_BYTES, max_size=m.TOKEN_BYTES)
 handles = st.binary(min_size=m.HANDLE_BYTES, max_size=m.HANDLE_BYTES)
 leases = st.binary(min_size=m.LEASE_BYTES, max_size=m.LEASE_BYTES)
 digest_lists = st.lists(digests, max_size=4).map(b"".join)
+references = st.binary(min_size=8, max_size=8).map(bytes.hex)
 scopes = st.sampled_from(("request", "query", "prefix", "global"))
 batches = st.lists(chunk_numbers, min_size=1, max_size=5).map(tuple)
 numbers = st.lists(u64s, max_size=5).map(tuple)
@@ -94,12 +95,16 @@ MESSAGES: dict[type[Record], st.SearchStrategy[Any]] = {
         manifest=optional(digests),
         tokens=digest_lists,
     ),
-    m.Bound: st.builds(m.Bound, lease=leases, present=u64s, probing=booleans, addresses=digest_lists),
+    m.Bound: st.builds(m.Bound, lease=leases, present=u64s, probing=booleans, reference=references, addresses=digest_lists),
     m.Acquire: st.builds(m.Acquire, lease=leases, first=chunk_numbers, last=chunk_numbers, deadline_ms=st.integers(1, 600_000)),
     m.Acquired: st.builds(m.Acquired, end=chunk_numbers),
     m.Extend: st.builds(m.Extend, lease=leases, first=chunk_numbers, tokens=digest_lists),
     m.Extended: st.builds(m.Extended, chunks=u64s),
     m.Release: st.builds(m.Release, lease=leases),
+    m.Explain: st.builds(m.Explain, lease=leases),
+    m.Explained: st.builds(
+        m.Explained, reasons=st.lists(st.sampled_from(m.MISS_REASONS), max_size=10).map(tuple), chunk=chunk_numbers
+    ),
     m.Load: st.builds(m.Load, lease=leases, chunks=batches),
     m.LoadPlan: st.builds(m.LoadPlan, ticket=u64s, pool=texts, pool_bytes=u64s, slots=many(PARTS[m.PayloadSlot])),
     m.FinishLoad: st.builds(m.FinishLoad, ticket=u64s, mismatched=numbers),

@@ -46,6 +46,8 @@ class Kind(Enum):
     ENVELOPE_KEY = "envelope key"
     HANDLE_KEY = "handle key"
     LEASE_KEY = "lease key"
+    EXPLAIN = "explain chain"
+    REFERENCE = "request reference"
 
 
 @cache

@@ -80,10 +80,14 @@ class Numerics(IdentityRecord):
     def validate(self) -> None:
         require_sorted(self.other, "other")
 
-    def without_engine(self) -> bytes:
-        """Digest of the numerics alone, so that a miss can name numerics and engine build apart."""
+    def without_engine(self, *, split: bool = True) -> bytes:
+        """Digest of the numerics alone, so that a miss can name numerics and engine build apart.
+
+        ``split`` False: without the worker split too, for an engine whose partition plan says the same.
+        """
         value = self.to_value()
-        del value["engine"]
+        for name in ("engine",) if split else ("engine", "tensor_parallel", "pipeline_parallel"):
+            del value[name]
         return digest(self.KIND, encode(value))
 
 

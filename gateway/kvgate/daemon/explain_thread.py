@@ -102,7 +102,7 @@ class ExplainThread:
         log.error(
             "explain.not_persisted",
             error=type(error).__name__,
-            remedy="check data_dir, then restart; until then it is in memory",
+            remedy="check data_dir, then restart the gateway",
         )
         return ExplainIndex(None, self._max_entries)
 

@@ -82,7 +82,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``reasons`` as the protocol names them; ``known``: missing chunks of which something is stored; ``nearest``: what, if anything."""
+    """``reasons`` as the protocol names them; ``known``: missing chunks of which something is stored; ``nearest``: what."""
 
     reasons: tuple[str, ...]
     known: int = 0

@@ -16,6 +16,7 @@ from kvgate.contract.model import ModelContract
 from kvgate.contract.plan import PartitionPlan
 from kvgate.contract.record import Record, frozen
 from kvgate.contract.representation import Representation
+from kvgate.contract.table import COMPONENTS
 
 MAX_CHUNKS: Final = 16_384
 """Chunks of one request: 4 M tokens at 256 a chunk."""
@@ -38,6 +39,22 @@ FAILURES: Final = (
     "unavailable",  # storage does not answer; treat as a miss
     "deadline",  # not done in time
     "internal",  # a bug; the gateway's log has the details
+)
+
+REFERENCE_DIGITS: Final = 16
+QUARANTINES: Final = (
+    "payload_digest",  # the payload's bytes are not what its envelope says
+    *(f"envelope_{word}" for word in ("length", "magic", "schema", "format", "mac", "padding", "address", "size", "digest")),
+)
+"""Why a stored object was refused and removed."""
+MISS_REASONS: Final = (
+    *COMPONENTS,  # the nearest stored object of the same tokens differs in this
+    "absent",  # nothing is known to be stored for these tokens
+    "evicted",  # exactly this was stored, and is gone
+    "unavailable",  # storage did not answer, or not in time
+    "below one chunk",  # nothing that short is stored
+    "unexplained",  # the gateway was too busy to find out
+    *(f"refused:{word}" for word in QUARANTINES),
 )
 
 
@@ -172,12 +189,14 @@ class Bind(Record):
 class Bound(Record):
     """An empty lease. ``present`` chunks from the first are believed present; ``probing``: L2 is being asked about more.
 
-    ``present`` is a hint and pins nothing. ``addresses`` are the chunk addresses, 32 bytes each.
+    ``present`` is a hint and pins nothing. ``addresses`` are the chunk addresses, 32 bytes each. ``reference`` is a public name of the
+    request, for `kvgate explain`: it opens nothing.
     """
 
     lease: bytes = specs.raw_bytes(max_bytes=LEASE_BYTES, exact=LEASE_BYTES)
     present: int = specs.uint()
     probing: bool = specs.boolean()
+    reference: str = specs.text(pattern=rf"[0-9a-f]{{{REFERENCE_DIGITS}}}")
     addresses: bytes = specs.raw_bytes(max_bytes=_LIST_BYTES, multiple=DIGEST_BYTES)
 
 
@@ -219,6 +238,24 @@ class Release(Record):
     """Give everything the lease holds back. A second release is answered ``Done`` too and does nothing."""
 
     lease: bytes = specs.raw_bytes(max_bytes=LEASE_BYTES, exact=LEASE_BYTES)
+
+
+@frozen
+class Explain(Record):
+    """Why the request of this lease missed; the lease may have been released a short while ago."""
+
+    lease: bytes = specs.raw_bytes(max_bytes=LEASE_BYTES, exact=LEASE_BYTES)
+
+
+@frozen
+class Explained(Record):
+    """``chunk`` is the first missing one. ``reasons``: as far as the requester may know them, in a fixed order; empty: a hit.
+
+    What is stored under another salt, scope or domain is the same as absent here.
+    """
+
+    reasons: tuple[str, ...] = specs.array(specs.choice(*MISS_REASONS), maximum=len(COMPONENTS))
+    chunk: int = specs.uint(maximum=MAX_CHUNKS)
 
 
 @frozen
@@ -326,6 +363,7 @@ REPLIES: Final[dict[type[Record], type[Record]]] = {
     Acquire: Acquired,
     Extend: Extended,
     Release: Done,
+    Explain: Explained,
     Load: LoadPlan,
     FinishLoad: LoadVerdict,
     Reserve: Reserved,
