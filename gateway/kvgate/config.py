@@ -82,6 +82,7 @@ class Config:
     explain_chunks: int = _setting(
         "entries of the index from which misses are explained; the oldest go first", default=1_000_000
     )
+    explain_misses: int = _setting("requests that missed, kept in memory for `kvgate explain`; the oldest go first", default=4096)
     probe_s: float = _setting("longest existence probe of L2 for one request", default=0.5)
     storage_s: float = _setting("deadline of one storage call", default=5.0)
     adapter_wait_s: float = _setting("how long a load or store waits for all ranks to confirm an adapter", default=2.0)
@@ -123,6 +124,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "max_requests_per_session": (1, 1 << 20),
     "max_leases": (1, 1 << 24),
     "explain_chunks": (1, 1 << 30),
+    "explain_misses": (1, 1 << 20),
     "max_known_chunks": (1, 1 << 32),
     "probe_s": (0.001, 3600),
     "storage_s": (0.001, 3600),

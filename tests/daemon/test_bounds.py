@@ -306,8 +306,9 @@ async def test_half_frame_then_gone_leaves_nothing(gateway: Gateway) -> None:
     await eventually_sessions(gateway, 0)
 
 
-async def test_many_requests_leave_nothing_behind(gateway: Gateway) -> None:
+async def test_many_requests_leave_nothing_behind(start: Start) -> None:
     """Ten thousand requests bound, acquired and released: no lease, hold, task or object is left of them."""
+    gateway = await start(explain_misses=16)
     engine = await Engine.start(gateway.config.socket_path)
     await engine.store("a", "b")
     tasks, before = len(own_tasks()), len(gc.get_objects())
@@ -321,9 +322,13 @@ async def test_many_requests_leave_nothing_behind(gateway: Gateway) -> None:
     for begin in range(0, 10_000, 100):
         await asyncio.gather(*(request(number) for number in range(begin, begin + 100)))
     await nothing_held(gateway)
-    gc.collect()
     assert len(own_tasks()) == tasks
-    assert len(gc.get_objects()) - before < 2000
+
+    async def few_objects() -> bool:
+        gc.collect()
+        return len(gc.get_objects()) - before < 2000
+
+    await eventually("few objects left", few_objects)  # misses are explained behind the requests
     assert (await gateway.status())["storage"]["unknown_releases"] == 0
     await engine.close()
 

@@ -1,4 +1,4 @@
-"""The ``kvgate`` command: serve, status, config, address."""
+"""The ``kvgate`` command: serve, status, explain, config, address."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 import sys
 
 from kvgate import __version__
-from kvgate.cli import address, config, serve, status
+from kvgate.cli import address, config, explain, serve, status
 
 _EPILOG = """\
 examples:
   kvgate serve                      start the gateway with its defaults
   kvgate status                     ask a running gateway how it is
+  kvgate explain --last             why the latest lookups missed
   kvgate config                     every setting, its value and where it came from
   kvgate address --example > a.json && kvgate address a.json
 """
@@ -27,12 +28,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    modules = {"serve": serve, "status": status, "config": config, "address": address}
+    modules = {"serve": serve, "status": status, "explain": explain, "config": config, "address": address}
     for module in modules.values():
         module.add_parser(commands)
     args = parser.parse_args(argv)
     try:
-        return modules[args.command].run(args)
+        code: int = modules[args.command].run(args)
+        return code
     except BrokenPipeError:
         # The reader of our output went away (`| head`): not an error of ours.
         sys.stderr.close()

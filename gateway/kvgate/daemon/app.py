@@ -47,7 +47,7 @@ class Gateway:
         self._metrics = Metrics()
         self._pool = PoolView()
         self._presence = PresenceIndex(config.max_known_chunks)
-        self._explainer = Explainer(Path(config.data_dir), config.explain_chunks, self._metrics)
+        self._explainer = Explainer(config, self._metrics)
         self._backend: StorageBackend | None = None
         self._server: ControlServer | None = None
         self._admin = AdminServer(self.status, self._not_ready, self._metrics.text, self._explainer.page)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from kvgate.config import Config
 from kvgate.contract.digests import Kind, digest
 from kvgate.daemon.errors import Refused
 from kvgate.daemon.explain_thread import MAX_QUEUE, Ask, ExplainThread, Note
@@ -23,7 +24,6 @@ from kvgate.daemon.reasons import UNEXPLAINED, Make, Question, Verdict
 from kvgate.protocol.messages import REFERENCE_DIGITS, Explained
 from kvgate.storage.envelope import Components
 
-MAX_MISSES: Final = 4096
 MAX_REFUSED: Final = 4096
 ANSWER_S: Final = 2.0
 CLOSE_S: Final = 5.0
@@ -51,11 +51,13 @@ class Miss:
 class Explainer:
     """All that is known about misses. Used on the event loop; ``start`` and ``close`` frame its thread."""
 
-    def __init__(self, data_dir: Path, max_chunks: int, metrics: Metrics, *, max_queue: int = MAX_QUEUE) -> None:
+    def __init__(self, config: Config, metrics: Metrics, *, max_queue: int = MAX_QUEUE) -> None:
+        self._max_misses = config.explain_misses
         self._metrics = metrics
         self._misses: OrderedDict[str, Miss] = OrderedDict()
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # chunk address → why it was quarantined
-        self._thread = ExplainThread(data_dir / FILE_NAME, max_chunks, self._lost, max_queue=max_queue)
+        path = Path(config.data_dir) / FILE_NAME
+        self._thread = ExplainThread(path, config.explain_chunks, self._lost, max_queue=max_queue)
 
     @property
     def entries(self) -> int:
@@ -99,7 +101,7 @@ class Explainer:
         make = Make.of(lease.components)
         miss = Miss(lease.session, chunk, len(lease.chunks), make, self._loop.create_future(), self._loop.create_future())
         self._misses[name] = miss
-        if len(self._misses) > MAX_MISSES:
+        if len(self._misses) > self._max_misses:
             _, oldest = self._misses.popitem(last=False)
             _settle(oldest.told, UNEXPLAINED)
             _settle(oldest.seen, UNEXPLAINED)
