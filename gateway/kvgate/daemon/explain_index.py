@@ -152,8 +152,7 @@ class ExplainIndex:
 
     def _trim(self) -> None:
         """Drop the oldest, some more than need be, so that this is not done for each further entry."""
-        spare = max(1, self._max_entries // 100)
-        drop = self._count - self._max_entries + (spare if self._max_entries > spare else 0)
+        drop = self._count - self._max_entries + self._max_entries // 100
         before = self._base.total_changes
         self._base.execute("DELETE FROM entries WHERE age IN (SELECT age FROM entries ORDER BY age LIMIT ?)", (drop,))
         self._count -= self._base.total_changes - before

@@ -104,15 +104,23 @@ class Reads:
 
     def _note_found(self, lease: Lease, asked: range, found: list[bool | None]) -> int:
         wide = lease.rectangles
+        news = []  # whole, and not known so: stored by another host, or before this start
+        whole = len(asked)
         for at, index in enumerate(asked):
             cells = found[at * wide : (at + 1) * wide]
+            if all(cells) and not self._presence.whole(lease.chunks[index], wide):
+                news.append(index)
             for rectangle, there in enumerate(cells):
                 if there:
                     self._presence.add(lease.chunks[index], rectangle)
             if not all(cells):
                 lease.unanswered |= None in cells
-                return at
-        return len(asked)
+                whole = at
+                break
+        if news:
+            links = lease.links.first(news[-1] + 1)
+            self._explainer.stored((lease.chunks[index], links[index], lease.components) for index in news)
+        return whole
 
     async def acquire(self, lease: Lease, first: int, last: int, deadline_s: float) -> int:
         """Hold chunks ``[first, end)`` and return ``end``. Idempotent; what is held already is kept."""

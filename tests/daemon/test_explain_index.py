@@ -1,0 +1,401 @@
+"""The explain index itself: bounded, durable, private, and no worse than empty when its file is not."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgate.daemon import explain_index
+from kvgate.daemon.app import Gateway
+from kvgate.daemon.explain_index import MAX_MAKES, ExplainIndex
+from kvgate.daemon.explain_thread import Ask, ExplainThread, Note
+from kvgate.daemon.links import Links
+from kvgate.daemon.reasons import ACCESS_BYTES, SET_BYTES, Make, Question, Verdict, judge
+from tests.daemon import makers
+from tests.daemon.admin_client import counter
+from tests.daemon.backends import FaultyBackend
+from tests.daemon.conftest import Start, eventually, small_config
+from tests.daemon.engine import Engine
+from tests.daemon.explaining import TEXTS, miss, other_engine, reasons
+from tests.daemon.serve import serve
+from tests.daemon.wire import WAIT_S
+
+DOMAIN = makers.name("domain")
+
+
+def links(*texts: str) -> list[bytes]:
+    """The links of a prompt of these chunks."""
+    return Links(DOMAIN, makers.tokens(*texts)).first(len(texts))
+
+
+def make(parts: str = "", access: str = "") -> Make:
+    """Something stored; equal texts make it equal."""
+    return Make((makers.name(parts) * (SET_BYTES // 32)), makers.name(access)[:ACCESS_BYTES])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the index lies."""
+    return tmp_path / "data" / "explain.sqlite"
+
+
+def test_links_are_one_chain_however_they_come() -> None:
+    """Links in one go, in parts, and by a copy are the same; each depends on domain, place and all tokens before."""
+    whole = links("a", "b", "c")
+    grown = Links(DOMAIN, makers.tokens("a"))
+    grown.first(1)
+    copy = grown.copy()
+    grown.extend(makers.tokens("b", "c"))
+    assert grown.first(3) == whole
+    assert grown.first(2) == whole[:2]
+    assert (len(grown), len(copy)) == (3, 1)
+    others = [links("a", "b", "x")[2], links("x", "b", "c")[2], links("b", "c")[1], links("c")[0]]
+    others.append(Links(makers.name("other domain"), makers.tokens("a", "b", "c")).first(3)[2])
+    assert len({*others, *whole}) == len(others) + 3
+
+
+def test_what_was_added_is_found_again(path: Path) -> None:
+    """Runs, makes and exact objects come back, with and without regard to access, also after closing."""
+    index = ExplainIndex(path, 100)
+    chain = links("a", "b", "c")
+    index.add(chain[:2], make("one", "mine"))
+    index.add(chain, make("two", "theirs"))
+    for _ in range(2):
+        assert len(index) == 5
+        assert [index.run(chain, access) for access in (None, make("", "mine").access, make("", "nobody's").access)] == [
+            3,
+            2,
+            0,
+        ]
+        assert index.run(chain[2:], make("", "mine").access) == 0
+        assert index.makes(chain[1], None) == [make("two", "theirs"), make("one", "mine")]
+        assert index.makes(chain[1], make("", "mine").access) == [make("one", "mine")]
+        assert index.holds(chain[0], make("one", "mine"))
+        assert not index.holds(chain[0], make("one", "theirs"))
+        assert not index.holds(chain[2], make("one", "mine"))
+        index.close()
+        index = ExplainIndex(path, 100)
+    index.close()
+
+
+def test_a_long_run_is_followed_to_its_first_gap(path: Path) -> None:
+    """Runs longer than one question to the file, and gaps anywhere in them."""
+    chain = links(*(f"chunk {number}" for number in range(700)))
+    index = ExplainIndex(path, 10_000)
+    index.add(chain[:599] + chain[600:], make())
+    assert index.run(chain, None) == 599
+    assert index.run(chain[600:], None) == 100
+    assert index.run(chain[599:], None) == 0
+    index.add([chain[599]], make("other"))
+    assert index.run(chain, None) == 700
+    index.close()
+
+
+def test_the_oldest_go_first_and_the_beginnings_of_prompts_last(path: Path) -> None:
+    """The bound holds at every moment; what was stored again is new again; of one prompt the last chunks go first."""
+    index = ExplainIndex(path, 4)
+    old, kept, long = links("old"), links("kept"), links("1", "2", "3")
+    index.add(old, make())
+    index.add(kept, make())
+    index.add(old, make())
+    assert len(index) == 2
+    index.add(long, make())
+    assert (len(index), index.run(kept, None), index.run(old, None), index.run(long, None)) == (4, 0, 1, 3)
+    index.add(links("new"), make())
+    index.add(links("newer"), make())
+    assert (len(index), index.run(old, None), index.run(long, None)) == (4, 0, 2)
+    index.add(links(*(str(number) for number in range(50, 60))), make())
+    assert len(index) == 4
+    index.close()
+
+
+def test_entries_of_one_link_are_bounded_for_each_access_alone(path: Path) -> None:
+    """The newest of one access stay; what others store under the same link pushes none of mine out."""
+    index = ExplainIndex(path, 10_000)
+    link = links("a")
+    index.add(link, make("mine", "mine"))
+    for number in range(3 * MAX_MAKES):
+        index.add(link, make(f"set {number}", "theirs"))
+    newest = [make(f"set {number}", "theirs") for number in reversed(range(2 * MAX_MAKES, 3 * MAX_MAKES))]
+    assert index.makes(link[0], newest[0].access) == newest
+    assert index.makes(link[0], make("", "mine").access) == [make("mine", "mine")]
+    assert len(index) == MAX_MAKES + 1
+    index.close()
+
+
+def test_sets_without_entries_are_dropped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of component sets is bounded too, even where each object is of another set."""
+    monkeypatch.setattr(explain_index, "MAX_SETS", 8)
+    index = ExplainIndex(path, 5)
+    for number in range(100):
+        index.add(links(str(number)), make(f"set {number}"))
+    assert len(index) <= 5
+    assert index.makes(links("99")[0], None) == [make("set 99")]
+    many = ExplainIndex(path.with_name("many"), 1000)
+    for number in range(100):
+        many.add(links(str(number)), make(f"set {number}"))
+    assert many.makes(links("99")[0], None) == [make("set 99")]
+    for one in (index, many):
+        one.close()
+    for file in (path, path.with_name("many")):
+        base = sqlite3.connect(file)
+        assert base.execute("SELECT count(*) FROM sets").fetchone()[0] <= 9
+        base.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), st.sampled_from("12"), st.sampled_from("xy")),
+        max_size=25,
+    )
+)
+def test_count_and_answers_follow_a_model(steps: list[tuple[list[str], str, str]]) -> None:
+    """Whatever is added in whatever order: the count is that of the file, and answers are those of a plain dictionary."""
+    index, model = ExplainIndex(None, 1000), {}
+    for at, (texts, parts, access) in enumerate(steps):
+        index.add(links(*texts), make(parts, access))
+        for depth in range(len(texts)):
+            model[tuple(texts[: depth + 1]), parts, access] = at
+    assert len(index) == len(model)
+    for key in {key for key, _, _ in model}:
+        chain = links(*key)
+        assert index.run(chain, None) == len(key)
+        mine = sorted(((at, parts) for (k, parts, access), at in model.items() if k == key and access == "x"), reverse=True)
+        assert index.makes(chain[-1], make("", "x").access) == [make(parts, "x") for _, parts in mine]
+    index.close()
+
+
+DAMAGE: dict[str, Any] = {
+    "text": lambda data: b"this is no database at all\n" * 400,
+    "zeros": lambda data: bytes(len(data)),
+    "page of noise": lambda data: data[:4096] + os.urandom(4096) + data[8192:],
+    "truncated": lambda data: data[: len(data) // 2 + 7],
+    "header only": lambda data: data[:100],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_file_is_moved_aside(path: Path, damage: str) -> None:
+    """A file that is damaged in any way is kept under another name, and an empty index takes its place."""
+    index = ExplainIndex(path, 1000)
+    index.add(links(*(str(number) for number in range(300))), make())
+    index.close()
+    damaged = DAMAGE[damage](path.read_bytes())
+    path.write_bytes(damaged)
+    for _ in range(2):
+        index = ExplainIndex(path, 1000)
+        assert len(index) == 0
+        index.add(links("a"), make())
+        index.close()
+        assert path.with_suffix(".aside").read_bytes() == damaged
+        path.write_bytes(damaged)
+
+
+@pytest.mark.parametrize("statement", ["PRAGMA user_version = 2", "PRAGMA application_id = 7", "DROP TABLE sets"])
+def test_file_of_another_version_or_program_is_moved_aside(path: Path, statement: str) -> None:
+    """A later build's file, or another program's, is not written to."""
+    ExplainIndex(path, 10).close()
+    base = sqlite3.connect(path)
+    base.execute(statement)
+    base.commit()
+    base.close()
+    index = ExplainIndex(path, 10)
+    index.add(links("a"), make())
+    index.close()
+    assert path.with_suffix(".aside").exists()
+
+
+def test_damage_while_running_starts_afresh(path: Path) -> None:
+    """A file that is damaged under a running gateway costs the answers of the moment, and nothing after it."""
+    lost: list[tuple[str, int]] = []
+    thread = ExplainThread(path, 1000, lambda what, count: lost.append((what, count)))
+    thread.start()
+    chain = [f"chunk {number}" for number in range(500)]
+    assert thread.take(Note(tuple(links(*chain)), make("one")))
+    assert ask(thread, chain).reasons == ("evicted",)
+    with path.open("r+b") as file:
+        file.write(os.urandom(path.stat().st_size))
+    Path(f"{path}-wal").write_bytes(b"")
+    for _ in range(20):
+        thread.take(Note(tuple(links(*chain)), make("one")))
+        ask(thread, ["x"])
+    assert ask(thread, chain).reasons == ("evicted",)
+    thread.close(WAIT_S)
+
+
+def ask(thread: ExplainThread, texts: list[str], stored: Make | None = None) -> Verdict:
+    """The client's verdict on a miss of the first of these chunks."""
+    found: list[Verdict] = []
+    answered = threading.Event()
+    question = Question(Links(DOMAIN, makers.tokens(*texts)), 0, stored or make("one"))
+    assert thread.take(Ask(question, found.append, lambda _seen: answered.set()))
+    assert answered.wait(WAIT_S)
+    return found[0]
+
+
+def test_full_queue_drops_and_counts(path: Path) -> None:
+    """What does not fit is dropped and counted at once; what fitted is worked off, in order, before the end."""
+    lost: list[tuple[str, int]] = []
+    thread = ExplainThread(path, 1000, lambda what, count: lost.append((what, count)), max_queue=2)
+    assert [thread.take(Note(tuple(links(str(number))), make())) for number in range(4)] == [True, True, False, False]
+    assert lost == [("note", 1), ("note", 1)]
+    answers: list[Verdict] = []
+    assert not thread.take(Ask(Question(Links(DOMAIN, b""), 0, make()), answers.append, answers.append))
+    assert lost[2:] == [("question", 1)]
+    thread.start()
+    thread.close(WAIT_S)
+    assert not thread.take(Note(tuple(links("late")), make()))
+    index = ExplainIndex(path, 1000)
+    assert [index.run(links(text), None) for text in ("0", "1", "2", "late")] == [1, 1, 0, 0]
+    index.close()
+    assert answers == []
+
+
+def test_unusable_place_is_no_failure(path: Path) -> None:
+    """Where no file can be made, misses are explained from memory."""
+    path.parent.mkdir()
+    path.symlink_to(path.parent / "elsewhere")
+    thread = ExplainThread(path, 1000, lambda _what, _count: None)
+    thread.start()
+    thread.take(Note(tuple(links("a")), make("one")))
+    assert ask(thread, ["a"]).reasons == ("evicted",)
+    thread.close(WAIT_S)
+    assert not (path.parent / "elsewhere").exists()
+
+
+def test_variant_is_named() -> None:
+    """The one component that no request can differ in yet is named as well, and all of them in the table's order."""
+    parts = make().parts
+    other = Make(parts[:-32] + makers.name("manifest"), make().access)
+    assert make().differing(other) == other.differing(make()) == ("variant",)
+    strangers = make("x", "x").differing(make("y", "y"))
+    assert strangers[-2:] == ("variant", "scope")
+    assert len(strangers) == 10
+    index = ExplainIndex(None, 10)
+    index.add(links("a"), other)
+    verdict = judge(index, Question(Links(DOMAIN, makers.tokens("a")), 0, make()), make().access)
+    assert verdict.reasons == ("variant",)
+    index.close()
+
+
+async def test_index_is_private_and_tells_nothing(folder: Path, start: Start) -> None:
+    """Mode 0600 whatever the umask; no token digest, salt, address, lease or name is in any of its files."""
+    before = os.umask(0)
+    try:
+        gateway = await start()
+        engine = await Engine.start(gateway.config.socket_path)
+        salt = makers.name("secret salt")
+        lease = await engine.lease(*TEXTS, salt=salt)
+        bound = await engine.bind(*TEXTS, salt=salt)
+        await engine.store(*TEXTS, salt=salt)
+        await engine.store(*TEXTS)
+        await entries(gateway, 6)
+    finally:
+        os.umask(before)
+    files = list((folder / "data").glob("explain.sqlite*"))
+    assert {file.name for file in files} >= {"explain.sqlite", "explain.sqlite-wal"}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    content = b"".join(file.read_bytes() for file in files)
+    assert makers.engine_id("engine") not in content
+    secrets = [salt, lease, engine.handle, *(makers.name(text) for text in TEXTS)]
+    secrets += [bound.addresses[at : at + 32] for at in range(0, len(bound.addresses), 32)]
+    for secret in secrets:
+        assert secret[:16] not in content
+        assert secret.hex()[:16].encode() not in content
+    for word in (b"secret", b"default", b"salt", b"tenant"):
+        assert word not in content
+
+
+async def entries(gateway: Gateway, count: int) -> None:
+    """Wait until the index has so many entries."""
+
+    async def there() -> bool:
+        return await counter(gateway, "explain_entries") == count
+
+    await eventually(f"{count} entries", there)
+
+
+async def test_index_survives_a_restart(folder: Path) -> None:
+    """After a stop and a start of the gateway a miss is explained by what was stored before it."""
+    for asked, wanted in (("rope", ["evicted"]), ("rope", ["evicted"])):
+        gateway = Gateway(small_config(folder))
+        await gateway.start()
+        engine = await Engine.start(gateway.config.socket_path)
+        if not await counter(gateway, "explain_entries"):
+            await engine.store(*TEXTS)
+        else:
+            # The memory backend has lost everything, the index has not.
+            assert await reasons(gateway, engine, *TEXTS) == (wanted, wanted)
+            other = await other_engine(gateway, asked, model=makers.model("other weights"))
+            assert await reasons(gateway, other, *TEXTS) == (["base"], ["base"])
+        await gateway.stop()
+
+
+async def test_index_survives_kill_9(folder: Path) -> None:
+    """What was noted a moment before a kill -9 still explains, and the file is not damaged."""
+    async with serve(folder) as first:
+        await first.ready()
+        engine = await Engine.start(first.socket)
+        await engine.store(*TEXTS)
+        # The index's thread takes things in order, in batches: at the second answer the batch of the first one is committed.
+        for text in ("nothing", "nothing else"):
+            assert (await miss(engine, text))[1].reasons == ("absent",)
+        assert await first.end(9) == -9
+    async with serve(folder) as second:
+        await second.ready()
+        asking = await Engine.start(second.socket, model=makers.model("other weights"))
+        assert (await miss(asking, *TEXTS))[1].reasons == ("base",)
+        await second.end()
+    assert b"started_afresh" not in second.output
+    assert not (folder / "data" / "explain.aside").exists()
+
+
+async def test_damaged_index_does_not_keep_the_gateway_from_starting(folder: Path, start: Start) -> None:
+    """The gateway starts beside a damaged file, and misses are absent until their prompts are stored again."""
+    (folder / "data").mkdir(mode=0o700)
+    (folder / "data" / "explain.sqlite").write_bytes(b"rubbish" * 1000)
+    gateway = await start()
+    engine = await Engine.start(gateway.config.socket_path)
+    asking = await other_engine(gateway, model=makers.model("other weights"))
+    assert (await reasons(gateway, asking, *TEXTS))[0] == ["absent"]
+    await engine.store(*TEXTS)
+    assert (await reasons(gateway, asking, *TEXTS))[0] == ["base"]
+
+
+class Lasting(FaultyBackend):
+    """Storage that outlives the gateway."""
+
+    async def start(self) -> None:
+        """Once."""
+        if self.inner.pool is None:
+            await self.inner.start()
+
+    async def stop(self, drain_s: float) -> None:
+        """Not with the gateway."""
+
+
+async def test_lost_index_fills_again_from_what_is_found(folder: Path) -> None:
+    """What storage turns out to have is noted as if it had just been stored: from then on it explains other misses."""
+    backend = Lasting()
+    for number, wanted in enumerate((["base"], ["absent"], ["base"])):
+        gateway = Gateway(small_config(folder), backend)
+        await gateway.start()
+        engine = await Engine.start(gateway.config.socket_path)
+        if number == 0:
+            await engine.store(*TEXTS)
+        elif number == 2:
+            assert await engine.hit(*TEXTS) == 3
+        asking = await other_engine(gateway, model=makers.model("other weights"))
+        assert (await reasons(gateway, asking, *TEXTS))[0] == wanted
+        await gateway.stop()
+        (folder / "data" / "explain.sqlite").unlink()
+    await backend.inner.stop(0)
