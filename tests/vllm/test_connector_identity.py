@@ -190,7 +190,7 @@ class TestNewEngines:
             options["max_lora_rank"] = 16
         with connected(gateway_process, **options) as engine:
             reply = fresh(engine, salt="engines")
-            assert reply.kvgate == {"restored_tokens": 0, "outcome": "miss"}
+            assert reply.kvgate.items() >= {"restored_tokens": 0, "outcome": "miss"}.items()
             assert fresh(engine, salt="engines").restored == CHUNKS_TOKENS
 
     def test_weights_changed_in_place_are_never_cached(self, gateway_process: GatewayProcess) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvgate.client import GatewayRefused, GatewayUnavailable
-from kvgate.protocol.messages import Acquire, Acquired, Bind, Bound, Extend, Extended, Release
+from kvgate.protocol.messages import Acquire, Acquired, Bind, Bound, Explain, Explained, Extend, Extended, Release
 from kvgate_vllm.session import CALL_S, AdapterBinding, Open, Session, ask
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class Binding:
         self.known = 0
         self.present = 0
         self.probing = False
+        self.explaining = False
+        self.reference = ""
+        self.missed: list[str] | None = None
         self._extending = False
         self._extend_failed = False
         self._acquires: list[Acquisition] = []
@@ -84,6 +87,12 @@ class Binding:
         """The request was preempted: the next lookup acquires anew, what the request itself has ``stored`` meanwhile too."""
         self._acquires.clear()
         self.present = max(self.present, min(stored, self.known))
+
+    def explain(self, *, again: bool = False) -> None:
+        """Ask why this request missed, without waiting: ``missed`` has the reasons once the answer is here. Once, unless ``again``."""
+        if self.lease is not None and (again or not self.explaining):
+            self.explaining = True
+            self._session.client.spawn(_logged(self._explain(Explain(lease=self.lease))))
 
     def extend(self, tokens: list[bytes]) -> bool:
         """Tell the gateway the ``t`` of the chunks from ``known`` on; ``known`` grows with its answer. False: it refused before."""
@@ -120,6 +129,7 @@ class Binding:
             self._note(error)
             return
         self.present, self.probing, self.known = bound.present, bound.probing, len(tokens)
+        self.reference = bound.reference
         self.lease = bound.lease
         if self._released:
             self._session.client.submit(Release(lease=bound.lease), CALL_S)
@@ -130,6 +140,12 @@ class Binding:
         except (GatewayRefused, GatewayUnavailable) as error:
             self._note(error)
             return message.first
+
+    async def _explain(self, message: Explain) -> None:
+        try:
+            self.missed = list(cast(Explained, await self._session.client.request(message, CALL_S)).reasons)
+        except (GatewayRefused, GatewayUnavailable) as error:
+            self._note(error)
 
     async def _extend(self, message: Extend) -> None:
         try:

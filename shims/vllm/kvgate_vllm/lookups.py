@@ -88,7 +88,7 @@ class Lookups:
         Idempotent. "Later" ends at the deadlines.
         """
         request = track.request
-        if request.skip_reading_prefix_cache or track.binding is None:
+        if request.skip_reading_prefix_cache or track.binding is None or track.load_failed:
             return MISS
         first = local_tokens // track.chunk_tokens
         last = min(first + MAX_BATCH, promisable_chunks(request.num_prompt_tokens, track.chunk_tokens))
@@ -97,6 +97,8 @@ class Lookups:
         end = self._end_of_hit(track, track.binding, first, last)
         if end is None:
             return LATER
+        if end < last:
+            track.binding.explain()
         # Only whole chunks, less what vLLM holds of the first one already.
         external = min(end, last) * track.chunk_tokens - local_tokens
         if external <= 0:

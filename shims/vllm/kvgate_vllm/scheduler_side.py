@@ -241,7 +241,7 @@ class SchedulerSide:
         if track.open_load is not None and not track.open_load.asynchronous:
             # The report of its only step is behind this call. Had the load failed, the request would not have ended with it.
             track.load_done(None)
-        reply = {"kvgate": {"restored_tokens": track.restored_tokens, "outcome": track.outcome}}
+        reply = {"kvgate": track.report()}
         delay = False
         if track.open_load is not None:
             self._aborted[track.request_id] = track

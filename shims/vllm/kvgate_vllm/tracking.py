@@ -16,8 +16,8 @@ class Track:
     """One request. ``request`` is vLLM's; counters are in chunks unless their name says tokens.
 
     chunk_tokens: 0 until a gateway was there. stored: chunks before it need no store (stored, handed to a store, or loaded).
-    promised: tokens beyond ``local_tokens`` that vLLM was told of, and whether in the background. open_load, open_stores: handed to the
-    workers, not reported yet. tainted: its KV may rest on a load that failed, or on changed weights: nothing more is stored.
+    load_failed: nothing more is loaded for it. open_load, open_stores: handed to the workers, not reported yet. tainted: its KV may
+    rest on a load that failed, or on changed weights: nothing more is stored.
     """
 
     request: Any
@@ -38,6 +38,7 @@ class Track:
     open_load: LoadOp | None = None
     load_blocks: frozenset[int] = frozenset()
     restored_tokens: int = 0
+    load_failed: bool = False
     outcome: str = "short"
 
     blocks: list[int] = field(default_factory=list)
@@ -90,4 +91,19 @@ class Track:
         end = load.last if failed is None else failed
         self.restored_tokens += max(0, (end - load.first) * self.chunk_tokens - load.skip_tokens)
         self.stored = min(self.stored, end)
-        self.outcome = "hit" if failed is None else "load error"
+        # The lease still holds the bad chunk: asked again, it would be promised again.
+        self.load_failed = self.load_failed or failed is not None
+        self.outcome = "load error" if self.load_failed else "hit"
+        if failed is not None and self.binding is not None:
+            self.binding.explain(again=True)
+
+    def report(self) -> dict[str, Any]:
+        """What the client of the request is told; ``reference`` and ``miss`` only where something was missing."""
+        told: dict[str, Any] = {"restored_tokens": self.restored_tokens, "outcome": self.outcome}
+        if self.outcome == "short":
+            told["miss"] = ["below one chunk"]
+        elif self.binding is not None and self.binding.explaining:
+            told["reference"] = self.binding.reference
+            if self.binding.missed:
+                told["miss"] = self.binding.missed
+        return told
