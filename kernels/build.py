@@ -1,6 +1,7 @@
 """Builds the kernels with the Mojo compiler beside this interpreter. `make kernels`; unchanged outputs are kept.
 
-CPU: one shared library for each of x86-64-v3 and v4, picked at run time; they need no run-time library. Nothing here needs a GPU.
+CPU: one shared library for each of x86-64-v3 and v4, picked at run time; they need no run-time library. GPU: machine code for sm_90
+and portable PTX for sm_80, loaded through the driver. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 OUTPUT = HERE.parent / "bindings" / "kvgate_kernels" / "_native"
 CPU_TARGETS = ("x86-64-v3", "x86-64-v4")
+GPU_TARGETS = (("sm_90", "object"), ("sm_80", "asm"))
 BUILD_TIMEOUT_S = 600
 
 
@@ -28,11 +30,12 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Product:
-    """One output file, and the command that makes it at a given path."""
+    """One output file (or folder of files), and the command that makes it at a given path."""
 
     name: str
     sources: tuple[str, ...]
     command: Callable[[Path], list[str]]
+    folder: bool = False
 
 
 def compiler() -> Path:
@@ -56,7 +59,14 @@ def products(mojo: Path) -> list[Product]:
 
         return Product(f"libkvgate_cpu_{target.removeprefix('x86-64-')}.so", ("kvgate_cpu.mojo", "kvgate/*.mojo"), command)
 
-    return [cpu(target) for target in CPU_TARGETS]
+    def gpu(target: str, kind: str) -> Product:
+        def command(out: Path) -> list[str]:
+            source = str(HERE / "gpu_build.mojo")
+            return [str(mojo), "run", "-I", str(HERE), "-D", f"ARCH={target}", "-D", f"KIND={kind}", source, str(out)]
+
+        return Product(f"gpu_{target}", ("gpu_build.mojo", "kvgate/*.mojo"), command, folder=True)
+
+    return [*(cpu(target) for target in CPU_TARGETS), *(gpu(target, kind) for target, kind in GPU_TARGETS)]
 
 
 def fingerprint(product: Product, version: str) -> str:
@@ -79,12 +89,17 @@ def build(product: Product, version: str, force: bool) -> bool:
         return False
     # Built aside and moved: a process that has the old library mapped keeps it whole.
     aside = OUTPUT / f"{product.name}.{os.getpid()}.tmp"
+    if product.folder:
+        aside.mkdir()
     environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0"}
     done = subprocess.run(
         product.command(aside), env=environment, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
     )
     if done.returncode != 0 or not aside.exists():
+        shutil.rmtree(aside, ignore_errors=True)
         raise BuildError(f"{product.name}: {done.stderr.strip()[-4000:]}")
+    if product.folder:
+        shutil.rmtree(target, ignore_errors=True)
     aside.replace(target)
     stamp.write_text(wanted)
     return True

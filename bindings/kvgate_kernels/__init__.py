@@ -12,12 +12,13 @@ from kvgate_kernels.geometry import (
     UnsupportedCodec,
     UnsupportedLayout,
 )
-from kvgate_kernels.moves import ChunkMove, MoveError, NonFiniteValues
+from kvgate_kernels.moves import ChunkMove, GatherMove, MoveError, NonFiniteValues
 
 __all__ = [
     "BackendInfo",
     "ChunkMove",
     "Codec",
+    "GatherMove",
     "GeometryError",
     "MoveError",
     "NonFiniteValues",

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 import torch
-from blake3 import blake3
 
-from kvgate_kernels.cpu import CpuBackend, backend_name
+from kvgate_kernels import cpu, gpu
+from kvgate_kernels.backend import Backend, BackendFactory, NativeUnavailable, Options, ReferenceBackend
 from kvgate_kernels.geometry import GeometryError, PageGeometry, PayloadGeometry
-from kvgate_kernels.moves import CheckedMove, ChunkMove, NonFiniteValues, check_moves
-from kvgate_kernels.native import TARGETS, NativeUnavailable, load_cpu_library
-from kvgate_kernels.pages import PageSet, check_pages
-from kvgate_kernels.reference import pack_chunk, unpack_chunk
+from kvgate_kernels.moves import ChunkMove, GatherMove, NonFiniteValues, check_gathers, check_moves
+from kvgate_kernels.pages import check_pages
 
 log = logging.getLogger(__name__)
 
@@ -34,105 +29,25 @@ class BackendInfo:
     threads: int
 
 
-class Backend(Protocol):
-    """Moves checked chunks. Called from any thread; keeps no state between calls.
-
-    ``digest`` asks for the BLAKE3-256 digest of each payload, in order; without it the list is empty.
-    """
-
-    name: str
-    threads: int
-
-    def pack(self, moves: Sequence[CheckedMove], digest: bool) -> tuple[list[bytes], list[int]]:
-        """Digests, and the indices of moves in which k16v8 met NaN or infinite values."""
-        ...
-
-    def unpack(self, moves: Sequence[CheckedMove], digest: bool) -> list[bytes]:
-        """Digests of the payload bytes that were read."""
-        ...
-
-    def close(self) -> None:
-        """Ends the backend's threads; waits for the calls under way."""
-        ...
-
-
-class ReferenceBackend:
-    """The torch reference, one chunk a thread."""
-
-    name = "torch-reference"
-
-    def __init__(self, pages: PageSet, payload: PayloadGeometry, threads: int) -> None:
-        self._pages = pages
-        self._payload = payload
-        self.threads = threads
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvgate-pack")
-
-    def pack(self, moves: Sequence[CheckedMove], digest: bool) -> tuple[list[bytes], list[int]]:
-        """See ``Backend``."""
-
-        def one(move: CheckedMove) -> tuple[bytes, bool]:
-            target = move.bytes_tensor(self._payload.payload_bytes)
-            bad = pack_chunk(self._pages, self._payload, move.block_table, target)
-            return (payload_digest(target) if digest else b""), bad
-
-        results = list(self._executor.map(one, moves))
-        digests = [result[0] for result in results] if digest else []
-        return digests, [index for index, result in enumerate(results) if result[1]]
-
-    def unpack(self, moves: Sequence[CheckedMove], digest: bool) -> list[bytes]:
-        """See ``Backend``."""
-
-        def one(move: CheckedMove) -> bytes:
-            source = move.bytes_tensor(self._payload.payload_bytes)
-            # Taken before the copy: bytes that change in between then fail their check instead of passing it.
-            result = payload_digest(source) if digest else b""
-            unpack_chunk(self._pages, self._payload, move.block_table, move.skip_tokens, source)
-            return result
-
-        digests = list(self._executor.map(one, moves))
-        return digests if digest else []
-
-    def close(self) -> None:
-        """See ``Backend``."""
-        self._executor.shutdown(wait=True)
-
-
-def payload_digest(payload: torch.Tensor) -> bytes:
-    """BLAKE3-256 of a flat uint8 tensor's bytes, on all cores. The GIL is free meanwhile."""
-    return blake3(payload.cpu().numpy().data, max_threads=blake3.AUTO).digest()
-
-
 def default_threads() -> int:
     """Cores this process may run on; vLLM binds each CPU worker to its own."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
-BackendFactory = Callable[[PageSet, PayloadGeometry, int], Backend]
-
-
-def _cpu_factory(target: str) -> BackendFactory | str:
-    """How to make the compiled CPU backend of one x86-64 level, or why it cannot be."""
-    try:
-        library = load_cpu_library(target)
-    except NativeUnavailable as error:
-        return str(error)
-    return partial(CpuBackend, library)
-
-
-def _candidates(device: str) -> list[tuple[str, BackendFactory | str]]:
-    """Backends for pages on this kind of device, best first: the name, and how to make it or why it cannot be."""
-    found: list[tuple[str, BackendFactory | str]] = []
+def _candidates(device: str) -> list[tuple[str, BackendFactory]]:
+    """Backends for pages on this kind of device, best first."""
+    found: list[tuple[str, BackendFactory]] = []
     if device == "cpu":
-        found.extend((backend_name(target), _cpu_factory(target)) for target in TARGETS)
+        found.extend((cpu.backend_name(target), cpu.cpu_factory(target)) for target in cpu.TARGETS)
+    elif device == "cuda":
+        found.extend((gpu.backend_name(target), gpu.gpu_factory(target)) for target in gpu.TARGETS)
     found.append((ReferenceBackend.name, ReferenceBackend))
     return found
 
 
-def available_backends(device: str) -> list[str]:
-    """Names of the backends that this machine can run on ``"cpu"`` or ``"cuda"`` pages, best first."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return []
-    return [name for name, factory in _candidates(device) if not isinstance(factory, str)]
+def backend_names(device: str) -> list[str]:
+    """Names of all backends for ``"cpu"`` or ``"cuda"`` pages, best first, whether this machine can run them or not."""
+    return [name for name, _ in _candidates(device)]
 
 
 class Packer:
@@ -151,11 +66,13 @@ class Packer:
         *,
         backend: str | None = None,
         threads: int | None = None,
+        pool: memoryview | None = None,
     ) -> None:
         """pages, payload: geometries that agree. tensors: one per layer, as the engine registered them (shapes: ``PageLayout``).
 
         backend: the name of one backend, to force it. threads: host threads; default all cores of the process's affinity.
-        Raises ``GeometryError`` (``UnsupportedLayout``, ``UnsupportedCodec``) when nothing may move these pages.
+        pool: all the host memory that payloads lie in; a GPU backend page-locks it until ``close``, so that copies run at the
+        bus's speed. Raises ``GeometryError`` (``UnsupportedLayout``, ``UnsupportedCodec``) when nothing may move these pages.
         """
         payload.check_matches(pages)
         self._payload = payload
@@ -163,20 +80,21 @@ class Packer:
         count = default_threads() if threads is None else threads
         if not 1 <= count <= MAX_THREADS:
             raise GeometryError(f"threads must be 1..{MAX_THREADS}, got {count}")
-        self._backend, self._reason = self._choose(backend, count)
+        self._backend, self._reason = self._choose(backend, Options(count, pool))
 
-    def _choose(self, wanted: str | None, threads: int) -> tuple[Backend, str]:
+    def _choose(self, wanted: str | None, options: Options) -> tuple[Backend, str]:
         reasons: list[str] = []
         for name, factory in _candidates(self._pages.device.type):
-            if wanted is not None and name != wanted:
+            if wanted not in (None, name):
                 continue
-            if isinstance(factory, str):
-                reasons.append(f"{name}: {factory}")
+            try:
+                made = factory(self._pages, self._payload, options)
+            except NativeUnavailable as error:
+                reasons.append(f"{name}: {error}")
                 continue
             if reasons and name == ReferenceBackend.name:
                 log.warning("kvgate kernels: using %s (%s)", name, "; ".join(reasons))
-            why = "asked for" if wanted else "; ".join(reasons) or "best for these pages"
-            return factory(self._pages, self._payload, threads), why
+            return made, "asked for" if wanted else "; ".join(reasons) or "best for these pages"
         raise GeometryError(f"no kernel backend {wanted!r}: {'; '.join(reasons) or 'unknown name'}")
 
     @property
@@ -213,6 +131,16 @@ class Packer:
         """
         checked = check_moves(moves, self._pages, self._payload, unpack=True)
         return self._backend.unpack(checked, digest)
+
+    def gather(self, moves: Sequence[GatherMove]) -> None:
+        """Chosen tokens → raw payloads, keys turned to new positions on the way: for transforms that drop tokens.
+
+        Raises ``MoveError`` before anything is written.
+        """
+        checked = check_gathers(moves, self._pages, self._payload)
+        rotations = [move.rotation for move in moves if move.rotation is not None]
+        if checked:
+            self._backend.gather(checked, rotations or None)
 
     def close(self) -> None:
         """Ends the packer's threads; waits for the calls under way."""

@@ -55,18 +55,22 @@ def encode_values(rows: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch
         codes = scaled.round().clamp(-limit, limit).to(torch.int8).view(torch.uint8)
     else:
         codes = scaled.clamp(-limit, limit).to(torch.float8_e4m3fn).view(torch.uint8)
-    scale = torch.where(finite, scale, torch.full_like(scale, torch.nan))
+    narrow = scale.to(torch.bfloat16)
+    narrow = torch.where(finite, narrow, torch.full_like(narrow, torch.nan))
     codes = codes.flatten(-2)[..., : rows.shape[-1]].contiguous()
-    return codes, scale.to(torch.bfloat16), not bool(finite.all())
+    return codes, narrow, not bool(finite.all())
+
+
+def narrow(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float32 to a 16-bit type: nearest even, kept finite. NaN gets one pattern: processors differ in what arithmetic leaves."""
+    most = torch.finfo(dtype).max
+    result = torch.where(values.isnan(), torch.zeros_like(values), values.clamp(-most, most)).to(dtype)
+    return torch.where(values.isnan(), torch.full_like(result, torch.nan), result)
 
 
 def decode_values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, codec: Codec) -> torch.Tensor:
     """Inverse of ``encode_values``: uint8 codes ``[..., head_dim]`` and scales ``[..., groups]`` → rows of ``dtype``."""
     kind = torch.int8 if codec is Codec.K16V8 else torch.float8_e4m3fn
     scale = scales.float().repeat_interleave(VALUE_GROUP, dim=-1)[..., : codes.shape[-1]]
-    most = torch.finfo(dtype).max
-    # Rounding the scale up can carry the largest code past the type's range by less than one step: keep it finite.
-    values = codes.view(kind).float() * scale
-    # One NaN pattern, since processors differ in the bits that arithmetic leaves there.
-    narrow = torch.where(values.isnan(), torch.zeros_like(values), values.clamp(-most, most)).to(dtype)
-    return torch.where(values.isnan(), torch.full_like(narrow, torch.nan), narrow)
+    # Rounding the scale up can carry the largest code past the type's range by less than one step: narrow keeps it finite.
+    return narrow(codes.view(kind).float() * scale, dtype)

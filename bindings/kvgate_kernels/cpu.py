@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from blake3 import blake3
 
+from kvgate_kernels.backend import Backend, BackendFactory, Options
 from kvgate_kernels.geometry import Codec, PayloadGeometry
-from kvgate_kernels.moves import CheckedMove
-from kvgate_kernels.native import CpuLibrary, Job
+from kvgate_kernels.moves import CheckedGather, CheckedMove
+from kvgate_kernels.native import TARGETS, CpuLibrary, Job, load_cpu_library
 from kvgate_kernels.pages import PageSet
+from kvgate_kernels.reference import gather_chunk
+from kvgate_kernels.rope import Rotation
 
 INLINE_BYTES = 512 << 10
 """Calls that move less run on the caller's thread: waking another costs more than it saves."""
@@ -26,15 +29,27 @@ SHARED_HASH_STEP_BYTES = 8 << 20
 """The steps where all threads work on one payload: they fit the shared cache."""
 
 
+__all__ = ["TARGETS", "CpuBackend", "backend_name", "cpu_factory"]
+
+
 def backend_name(target: str) -> str:
     """The backend's name for one x86-64 level."""
     return f"mojo-cpu-{target}"
 
 
+def cpu_factory(target: str) -> BackendFactory:
+    """Makes the backend of one x86-64 level; making it raises ``NativeUnavailable`` where it cannot run."""
+
+    def make(pages: PageSet, payload: PayloadGeometry, options: Options) -> Backend:
+        return CpuBackend(load_cpu_library(target), pages, payload, options)
+
+    return make
+
+
 class CpuBackend:
     """Mojo kernels through ctypes, which frees the GIL. Without digests, stores bypass the caches; with them they must not."""
 
-    def __init__(self, library: CpuLibrary, pages: PageSet, payload: PayloadGeometry, threads: int) -> None:
+    def __init__(self, library: CpuLibrary, pages: PageSet, payload: PayloadGeometry, options: Options) -> None:
         self._library = library
         self.name = backend_name(library.target)
         self._pages = pages
@@ -45,8 +60,8 @@ class CpuBackend:
         self._step_units = 1 if payload.codec is Codec.RAW else per_layer
         self._step_bytes = payload.layer_bytes * self._step_units // per_layer
         self._payload = payload
-        self.threads = threads
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvgate-pack")
+        self.threads = options.threads
+        self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="kvgate-pack")
 
     def pack(self, moves: Sequence[CheckedMove], digest: bool) -> tuple[list[bytes], list[int]]:
         """See ``Backend``."""
@@ -58,6 +73,12 @@ class CpuBackend:
         """See ``Backend``."""
         job = Job(self._pages, self._payload, moves)
         return self._move(self._library.handle.kvgate_unpack, job, moves, digest, hash_first=True)
+
+    def gather(self, moves: Sequence[CheckedGather], rotations: Sequence[Rotation] | None) -> None:
+        """See ``Backend``. In torch: token-dropping transforms are rare on CPU engines, and bound by reading pages once."""
+        for index, move in enumerate(moves):
+            target = move.bytes_tensor(self._payload.payload_bytes)
+            gather_chunk(self._pages, self._payload, move.slots, rotations[index] if rotations else None, target)
 
     def close(self) -> None:
         """See ``Backend``."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from kvgate_kernels.geometry import PayloadGeometry
+from kvgate_kernels.geometry import Codec, PayloadGeometry
 from kvgate_kernels.pages import PageSet
+from kvgate_kernels.rope import Rotation
 
 Payload = memoryview | torch.Tensor
 
@@ -49,6 +50,32 @@ class ChunkMove:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherMove:
+    """Chosen tokens into one raw payload of ``chunk_tokens`` tokens, keys turned to new positions on the way.
+
+    payload: as in ``ChunkMove``. slots: where each token lies, ``block id * block_tokens + place in the block``.
+    rotation: each token's turn; all moves of one call have one or none has. Without it keys keep their positions.
+    """
+
+    payload: Payload
+    slots: Sequence[int]
+    rotation: Rotation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedGather:
+    """A gather whose every address was checked."""
+
+    move: GatherMove
+    address: int
+    slots: tuple[int, ...]
+
+    def bytes_tensor(self, payload_bytes: int) -> torch.Tensor:
+        """A flat uint8 tensor over the payload; valid while the move is."""
+        return _bytes_tensor(self.move.payload, self.address, payload_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedMove:
     """A move whose every address was checked. ``address`` is where the payload begins; ``move`` keeps its memory alive."""
 
@@ -59,10 +86,14 @@ class CheckedMove:
 
     def bytes_tensor(self, payload_bytes: int) -> torch.Tensor:
         """A flat uint8 tensor over the payload; valid while the move is."""
-        if isinstance(self.move.payload, torch.Tensor):
-            return self.move.payload
-        # Over the address and not the view: torch refuses read-only buffers, which unpack only reads.
-        return torch.frombuffer((ctypes.c_uint8 * payload_bytes).from_address(self.address), dtype=torch.uint8)
+        return _bytes_tensor(self.move.payload, self.address, payload_bytes)
+
+
+def _bytes_tensor(payload: Payload, address: int, payload_bytes: int) -> torch.Tensor:
+    if isinstance(payload, torch.Tensor):
+        return payload
+    # Over the address and not the view: torch refuses read-only buffers, which unpack only reads.
+    return torch.frombuffer((ctypes.c_uint8 * payload_bytes).from_address(address), dtype=torch.uint8)
 
 
 def _payload_address(payload: Payload, payload_bytes: int, writable: bool, pages: PageSet, index: int) -> int:
@@ -115,4 +146,30 @@ def check_moves(moves: Sequence[ChunkMove], pages: PageSet, payload: PayloadGeom
                 raise MoveError(f"move {index}: a block is named twice")
         address = _payload_address(move.payload, payload.payload_bytes, not unpack, pages, index)
         checked.append(CheckedMove(move, address, table, skip))
+    return checked
+
+
+def check_gathers(moves: Sequence[GatherMove], pages: PageSet, payload: PayloadGeometry) -> list[CheckedGather]:
+    """Checks every gather before the first byte moves; ``MoveError`` names the first bad one."""
+    if payload.codec is not Codec.RAW or payload.components != 2 or payload.dtype not in ("bfloat16", "float16"):
+        raise MoveError("gathering needs raw payloads of separate 16-bit K and V")
+    slots_end = pages.num_blocks * pages.geometry.block_tokens
+    styles = {None if move.rotation is None else (move.rotation.interleaved, move.rotation.rotary_dim) for move in moves}
+    if len(styles) > 1:
+        raise MoveError("the moves of one call differ in their kind of rotation")
+    checked: list[CheckedGather] = []
+    for index, move in enumerate(moves):
+        slots = tuple(map(int, move.slots))
+        if len(slots) != payload.chunk_tokens:
+            raise MoveError(f"move {index}: must name {payload.chunk_tokens} slots, got {len(slots)}")
+        if min(slots) < 0 or max(slots) >= slots_end:
+            raise MoveError(f"move {index}: a slot is outside 0..{slots_end - 1}")
+        if move.rotation is not None:
+            dim = move.rotation.rotary_dim
+            if dim > payload.head_dim or dim % 16:
+                raise MoveError(f"move {index}: rotary dimension {dim} is no multiple of 16 up to {payload.head_dim}")
+            if move.rotation.cosines.shape[0] != payload.chunk_tokens:
+                raise MoveError(f"move {index}: the rotation is not of {payload.chunk_tokens} tokens")
+        address = _payload_address(move.payload, payload.payload_bytes, True, pages, index)
+        checked.append(CheckedGather(move, address, slots))
     return checked

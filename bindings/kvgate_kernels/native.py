@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvgate_kernels.backend import NativeUnavailable
 from kvgate_kernels.geometry import Codec, PageLayout, PayloadGeometry
 from kvgate_kernels.moves import CheckedMove
 from kvgate_kernels.pages import PageSet
@@ -24,10 +25,6 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _LAYOUT_CODES = {PageLayout.CPU_VEC: 0, PageLayout.CPU_AMX: 1}
 _ROWS_CODE = 2
 _CODEC_CODES = {Codec.RAW: 0, Codec.K16V8: 1, Codec.K16V8_E4M3: 2}
-
-
-class NativeUnavailable(Exception):
-    """The compiled library cannot be used here; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from kvgate_kernels.codecs import decode_values, encode_values
 from kvgate_kernels.geometry import Codec, PageLayout, PayloadGeometry
 from kvgate_kernels.pages import PageSet
+from kvgate_kernels.rope import Rotation, rotate
 
 _SAME_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -130,3 +131,25 @@ def unpack_chunk(
             values = decode_values(codes, scales, dtype, geometry.codec)
             rows = torch.stack([parts[0].view(bits).view(row_shape), values.view(bits)])
         write_layer(pages, layer, block_table, skip_tokens, rows)
+
+
+def gather_chunk(
+    pages: PageSet,
+    geometry: PayloadGeometry,
+    slots: Sequence[int],
+    rotation: Rotation | None,
+    payload: torch.Tensor,
+) -> None:
+    """Writes chosen tokens as one raw payload (uint8, payload_bytes), keys turned by ``rotation``."""
+    block_tokens = pages.geometry.block_tokens
+    blocks = sorted({slot // block_tokens for slot in slots})
+    where = {block: index for index, block in enumerate(blocks)}
+    chosen = torch.tensor(
+        [where[slot // block_tokens] * block_tokens + slot % block_tokens for slot in slots], device=pages.device
+    )
+    for layer in range(geometry.layers):
+        rows = read_layer(pages, layer, blocks, len(blocks) * block_tokens)[:, :, chosen]
+        if rotation is not None:
+            keys = rows[0].contiguous().view(getattr(torch, geometry.dtype))
+            rows[0] = rotate(keys, rotation).view(rows.dtype)
+        _layer_parts(payload, geometry, layer)[0].copy_(rows.contiguous().view(torch.uint8).flatten())

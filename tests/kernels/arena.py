@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from kvgate_kernels import Codec, PageGeometry, PageLayout, PayloadGeometry
+from kvgate_kernels import Codec, GatherMove, PageGeometry, PageLayout, PayloadGeometry
+from kvgate_kernels.rope import Rotation, inverse_frequencies
 
 CANARY_BYTES = 256
 CANARY = 0xA5
@@ -184,3 +185,21 @@ def cases(
     payload = PayloadGeometry.of(pages, chunk_tokens, codec)
     num_blocks = payload.blocks(block_tokens) * 2 + draw(st.integers(1, 5))
     return Case(pages, payload, num_blocks, draw(st.integers(0, 2**32 - 1)))
+
+
+def random_gathers(case: Case, rng: np.random.Generator, data: st.DataObject) -> list[GatherMove]:
+    """Two gathers of random tokens with payloads left to the caller: all turned in one drawn style, or none."""
+    tokens = case.payload.chunk_tokens
+    style = data.draw(st.sampled_from([None, "neox", "interleaved"]))
+    rotary_dim = data.draw(st.integers(1, case.pages.head_dim // 16)) * 16
+    moves = []
+    for _ in range(2):
+        rotation = None
+        if style is not None:
+            old = rng.integers(0, 100_000, tokens).tolist()
+            new = rng.integers(0, 100_000, tokens).tolist()
+            frequencies = inverse_frequencies(rotary_dim, 10_000.0)
+            rotation = Rotation.between(old, new, frequencies, interleaved=style == "interleaved")
+        slots = rng.integers(0, case.num_blocks * case.pages.block_tokens, tokens).tolist()
+        moves.append(GatherMove(memoryview(b""), slots, rotation))
+    return moves

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvgate_kernels import ChunkMove, Codec, Packer, PageLayout, PayloadGeometry
+from kvgate_kernels import ChunkMove, Codec, NonFiniteValues, Packer, PageGeometry, PageLayout, PayloadGeometry
 from kvgate_kernels.codecs import decode_values, encode_values
 from tests.kernels.arena import Arena, Case, cases, oracle_payload, oracle_unpack
 
@@ -89,3 +90,29 @@ def test_unpacking_writes_what_the_codes_stand_for(backend: str, case: Case, dat
     packer.unpack([ChunkMove(memoryview(content.tobytes()), table, skip)])
     assert np.array_equal(arena.buffer, expected.buffer)
     packer.close()
+
+
+@pytest.mark.parametrize("codec", [Codec.K16V8, Codec.K16V8_E4M3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", [PageLayout.CPU_VEC, PageLayout.GPU_NHD_SPLIT])
+def test_all_bit_patterns_are_coded_as_in_the_reference(backend: str, codec: Codec, dtype: str, layout: PageLayout) -> None:
+    """Every 16-bit pattern as V, NaN, infinities and denormals among them: same bytes, same report, same decoding."""
+    pages = PageGeometry(layout, 1, 2, 128, 32, dtype)
+    payload = PayloadGeometry.of(pages, 256, codec)
+    patterns = np.arange(65536, dtype=np.uint16)
+    content = np.concatenate([patterns, np.random.default_rng(1).permutation(patterns)] * 2)
+    arenas = [Arena.filled(pages, 16, np.random.default_rng(0)) for _ in range(2)]
+    payloads = []
+    for arena, name in zip(arenas, ("torch-reference", backend), strict=True):
+        arena.layers[0][:] = content[: arena.layers[0].size]
+        packer = Packer(pages, payload, arena.tensors, backend=name)
+        outs = [bytearray(payload.payload_bytes) for _ in range(2)]
+        moves = [ChunkMove(memoryview(out), range(8 * i, 8 * i + 8)) for i, out in enumerate(outs)]
+        with pytest.raises(NonFiniteValues) as caught:
+            packer.pack(moves)
+        assert caught.value.indices == (0, 1)
+        packer.unpack(moves)
+        payloads.append(outs)
+        packer.close()
+    assert payloads[0] == payloads[1]
+    assert np.array_equal(arenas[0].buffer, arenas[1].buffer)

@@ -1,0 +1,104 @@
+"""The CUDA driver through ctypes: modules, launches, copies, page-locked memory. Needs libcuda.so.1 and nothing else.
+
+Everything happens in the device's primary context, which torch uses too, so that torch's addresses and streams are valid here.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+import threading
+from collections.abc import Sequence
+
+Context = C.c_void_p
+
+_HOST_REGISTER_PORTABLE = 1
+_ALREADY_REGISTERED = 712
+
+
+class DriverError(RuntimeError):
+    """A CUDA driver call failed; the message has the call and the driver's own words."""
+
+
+@functools.cache
+def library() -> C.CDLL:
+    """libcuda, loaded once; ``DriverError`` where there is none."""
+    try:
+        cuda = C.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError(f"libcuda.so.1 does not load: {error}") from error
+    cuda.cuLaunchKernel.argtypes = [C.c_void_p, *[C.c_uint] * 7, C.c_void_p, C.c_void_p, C.c_void_p]
+    cuda.cuMemcpyAsync.argtypes = [C.c_uint64, C.c_uint64, C.c_size_t, C.c_void_p]
+    cuda.cuMemHostRegister_v2.argtypes = [C.c_void_p, C.c_size_t, C.c_uint]
+    cuda.cuMemHostUnregister.argtypes = [C.c_void_p]
+    cuda.cuModuleLoadData.argtypes = [C.c_void_p, C.c_char_p]
+    cuda.cuModuleGetFunction.argtypes = [C.c_void_p, C.c_void_p, C.c_char_p]
+    cuda.cuCtxSetCurrent.argtypes = [C.c_void_p]
+    return cuda
+
+
+def check(code: int, what: str) -> None:
+    """``DriverError`` unless the code is success."""
+    if code:
+        text = C.c_char_p()
+        library().cuGetErrorString(code, C.byref(text))
+        raise DriverError(f"{what}: {code} {(text.value or b'unknown error').decode()}")
+
+
+def current_context() -> Context:
+    """The calling thread's context; ``DriverError`` if it has none."""
+    context = C.c_void_p()
+    check(library().cuCtxGetCurrent(C.byref(context)), "cuCtxGetCurrent")
+    if not context.value:
+        raise DriverError("no CUDA context is current")
+    return context
+
+
+def enter(context: Context) -> None:
+    """Makes a context current on this thread: new threads have none."""
+    check(library().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+class Kernel:
+    """One entry point. ``signature`` has a letter per argument: q 64-bit, i 32-bit."""
+
+    def __init__(self, code: bytes, entry: str, signature: str) -> None:
+        cuda = library()
+        module, function = C.c_void_p(), C.c_void_p()
+        # PTX is text that ends at a zero byte; a cubin carries its own length.
+        check(cuda.cuModuleLoadData(C.byref(module), code + b"\0"), f"cuModuleLoadData {entry}")
+        check(cuda.cuModuleGetFunction(C.byref(function), module, entry.encode()), f"cuModuleGetFunction {entry}")
+        self._module, self._function = module, function
+        self._types = [C.c_int64 if letter == "q" else C.c_int32 for letter in signature]
+        self._local = threading.local()
+
+    def launch(self, grid: tuple[int, int, int], threads: int, stream: int, arguments: Sequence[int]) -> None:
+        """Queues the kernel on a stream (1 is the legacy default stream)."""
+        if not hasattr(self._local, "slots"):
+            self._local.slots = [kind() for kind in self._types]
+            self._local.pointers = (C.c_void_p * len(self._types))(*[C.addressof(slot) for slot in self._local.slots])
+        for slot, value in zip(self._local.slots, arguments, strict=True):
+            slot.value = value
+        check(
+            library().cuLaunchKernel(self._function, *grid, threads, 1, 1, 0, stream, self._local.pointers, None),
+            "cuLaunchKernel",
+        )
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Queues a copy between any two addresses; it overlaps with other work where host memory is page-locked."""
+    check(library().cuMemcpyAsync(target, source, nbytes, stream), "cuMemcpyAsync")
+
+
+def lock_pages(address: int, nbytes: int) -> bool:
+    """Page-locks host memory for the device. False if someone has done so already."""
+    code = library().cuMemHostRegister_v2(address, nbytes, _HOST_REGISTER_PORTABLE)
+    if code == _ALREADY_REGISTERED:
+        return False
+    check(code, "cuMemHostRegister")
+    return True
+
+
+def unlock_pages(address: int) -> None:
+    """Undoes ``lock_pages``."""
+    check(library().cuMemHostUnregister(address), "cuMemHostUnregister")
