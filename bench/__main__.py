@@ -7,14 +7,28 @@ import statistics
 import sys
 import tempfile
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from bench import records
 from bench.cases import Case, Env, Skipped, all_cases, chosen
 from bench.measure import Samples, spread
 from bench.report import Outcome, Progress, table
 
-SUITE = "gateway"
+SUITE: Final = "gateway"
+LOOK_S: Final = 1.0
+BUSY_CORES: Final = 0.2
+"""More than this busy before the run, and the table says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all records of one run share."""
+
+    command: str
+    commit: str
+    machine: dict[str, str | int | float]
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -43,7 +57,7 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def to_record(case: Case, samples: Samples, env: Env, command: str, commit: str) -> records.Record:
+def to_record(case: Case, samples: Samples, env: Env, run: Run) -> records.Record:
     """The record of one case's samples."""
     return records.Record(
         case=case.name,
@@ -56,23 +70,22 @@ def to_record(case: Case, samples: Samples, env: Env, command: str, commit: str)
         limit_ratio=samples.ratio(samples.limits),
         runs=len(samples.ours),
         spread=spread(samples.ours),
-        machine=records.machine(),
+        machine=run.machine,
         versions=records.versions(**env.versions),
-        command=command,
-        commit=commit,
+        command=run.command,
+        commit=run.commit,
         date=records.now(),
     )
 
 
-def measure(cases: list[Case], env: Env, progress: Progress, command: str) -> list[Outcome]:
+def measure(cases: list[Case], env: Env, progress: Progress, run: Run) -> list[Outcome]:
     """Run the cases in order. One that breaks is reported and does not stop the others."""
     outcomes = []
-    commit = records.commit()
     for index, case in enumerate(cases):
         progress.case(index + 1, len(cases), case.name)
         try:
             samples = case.run(env)
-            outcomes.append(Outcome(case, to_record(case, samples, env, command, commit), samples.note))
+            outcomes.append(Outcome(case, to_record(case, samples, env, run), samples.note))
         except Skipped as why:
             outcomes.append(Outcome(case, note=str(why)))
         except Exception as error:  # noqa: BLE001  # whatever broke one case is shown, and the exit status tells
@@ -98,15 +111,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench: no case {error}; see --list", file=sys.stderr)
         return 2
     progress = Progress()
-    command = " ".join(["python -m bench", *given])
+    busy = records.busy_cores(LOOK_S)
+    run = Run(" ".join(["python -m bench", *given]), records.commit(), records.machine() | {"busy_cores": busy})
     # Short and in /tmp: a unix socket's path has to fit into 108 bytes.
     with tempfile.TemporaryDirectory(prefix="kvgate-bench-", dir="/tmp") as folder:
         env = Env(options.quick, options.backend, Path(folder), progress.step)
         try:
-            outcomes = measure(cases, env, progress, command)
+            outcomes = measure(cases, env, progress, run)
         finally:
             env.end_family()
     print(table(outcomes))
+    if busy > BUSY_CORES:
+        print(
+            f"before the run {busy} of {run.machine['cores']} cores were busy with other work: take the figures as indications"
+        )
     taken = [outcome.record for outcome in outcomes if outcome.record is not None]
     broken = any(outcome.broken for outcome in outcomes)
     if taken:

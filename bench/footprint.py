@@ -38,7 +38,7 @@ def footprint(env: Env) -> Samples:
                 known += learnt
                 step()
             grown = private_bytes(running.pid) - before
-    return Samples(ours=[grown / known], smaller_is_better=True, note=f"{known:,} chunks; no explain index")
+    return Samples(ours=[grown / known], smaller_is_better=True, note=f"{known:,} chunks")
 
 
 def learn(sessions: EngineSessions, leases: int) -> Iterator[int]:
@@ -63,7 +63,7 @@ CASES: Final = (
     Case(
         name="gateway.bytes_per_chunk",
         family="footprint",
-        what="daemon memory per known chunk, one million chunks, explain index apart",
+        what="daemon memory per known chunk, one million chunks",
         unit="bytes",
         run=footprint,
         budgets=(Budget("value", "<=", 256.0),),

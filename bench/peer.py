@@ -31,6 +31,10 @@ def name(what: str) -> str:
     return f"LMCache {version('lmcache')} MP {what}"
 
 
+class PoolFull(Exception):
+    """LMCache refused slots: it evicts once a second, in the background, and does not wait for room."""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A running server: where its clients connect."""
@@ -128,13 +132,17 @@ class Client:
         self._wire.end_session(request).result(timeout=CALL_S)
 
     def store(self, tokens: tuple[int, ...], request: str, chunks: Sequence[Any]) -> None:
-        """prepare → copy into the slots → commit. ``chunks`` are contiguous and already in the stored order."""
+        """prepare → copy into the slots → commit. ``chunks`` are contiguous and already in the stored order. Raises ``PoolFull``."""
         key = self.key(tokens, request, 0)
         slots, indices = self.context.prepare_store(key, self.instance)
         for slot, index in zip(slots, indices, strict=True):
             slot.copy_(chunks[index])
-        if len(indices) != len(chunks) or not self.context.commit_store(key, self.instance, []):
-            raise RuntimeError("LMCache did not store every chunk: its pool is too small for this case")
+        # Also where only some got a slot: they would stay locked otherwise.
+        committed = not indices or self.context.commit_store(key, self.instance, [])
+        if not committed:
+            raise RuntimeError("LMCache did not commit")
+        if len(indices) != len(chunks):
+            raise PoolFull
 
     def retrieve(self, tokens: tuple[int, ...], request: str, targets: Sequence[Any]) -> None:
         """prepare → copy out of the slots → commit, after a lookup."""

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -51,7 +52,7 @@ class Record:
     limit_ratio: float | None
     runs: int
     spread: float
-    machine: Mapping[str, str | int]
+    machine: Mapping[str, str | int | float]
     versions: Mapping[str, str]
     command: str
     commit: str
@@ -100,7 +101,7 @@ class Record:
         return cls(**value)
 
 
-def machine() -> dict[str, str | int]:
+def machine() -> dict[str, str | int | float]:
     """What the run ran on. No host name: results are published."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -112,6 +113,20 @@ def machine() -> dict[str, str | int]:
     }
 
 
+def busy_cores(during_s: float) -> float:
+    """How many cores were busy, on average, over the next ``during_s``: before a run, with other work than ours."""
+    before = _processor_ticks()
+    time.sleep(during_s)
+    spent = [late - early for early, late in zip(before, _processor_ticks(), strict=True)]
+    idle = spent[3] + spent[4]
+    return round(len(os.sched_getaffinity(0)) * (1 - idle / max(1, sum(spent))), 1)
+
+
+def _processor_ticks() -> list[int]:
+    first = Path("/proc/stat").read_text().splitlines()[0]
+    return [int(word) for word in first.split()[1:9]]
+
+
 def _cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -119,7 +134,7 @@ def _cpu_name() -> str:
     return "unknown"
 
 
-def machine_slug(described: Mapping[str, str | int]) -> str:
+def machine_slug(described: Mapping[str, str | int | float]) -> str:
     """A short file name for a machine; the kernel's version is not part of it."""
     words = f"{described['cpu']} {described['cores']}c {described['memory_gib']}g"
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")

@@ -44,6 +44,9 @@ BLOCK_TOKENS: Final = 128
 POOL_BYTES: Final = 1 << 30
 PEER_POOL_BYTES: Final = 5 << 29
 LIMIT_BYTES: Final = 512 << 20
+FULL_S: Final = 1.5
+"""LMCache looks once a second whether it has to evict."""
+FULL_TRIES: Final = 10
 
 
 @contextmanager
@@ -199,18 +202,26 @@ def our_load(pair: Both, *, digest: bool) -> Timed:
     return one
 
 
-def peer_store(pair: Both, theirs: peer.Client) -> Timed:
-    """prepare → copy → commit of new chunks."""
-
-    def one() -> float:
+def peer_stored(pair: Both, theirs: peer.Client) -> tuple[tuple[int, ...], float]:
+    """Store new chunks; the tokens, and the seconds that prepare → copy → commit took. Waits where the pool is full."""
+    for _ in range(FULL_TRIES):
         tokens = tuple(prompt(CHUNKS * CHUNK_TOKENS, number := next(pair.prompts)))
         begin = time.perf_counter()
-        theirs.store(tokens, f"store-{number}", pair.chunks)
-        seconds = time.perf_counter() - begin
-        theirs.end(f"store-{number}")
-        return seconds
+        try:
+            theirs.store(tokens, f"store-{number}", pair.chunks)
+        except peer.PoolFull:
+            time.sleep(FULL_S)
+            continue
+        finally:
+            seconds = time.perf_counter() - begin
+            theirs.end(f"store-{number}")
+        return tokens, seconds
+    raise RuntimeError("LMCache's pool stayed full")
 
-    return one
+
+def peer_store(pair: Both, theirs: peer.Client) -> Timed:
+    """prepare → copy → commit of new chunks."""
+    return lambda: peer_stored(pair, theirs)[1]
 
 
 def peer_load(pair: Both, theirs: peer.Client) -> Timed:
@@ -218,17 +229,17 @@ def peer_load(pair: Both, theirs: peer.Client) -> Timed:
     import torch
 
     targets = [torch.zeros_like(chunk) for chunk in pair.chunks]
+    requests = count()
 
     def one() -> float:
-        tokens = tuple(prompt(CHUNKS * CHUNK_TOKENS, number := next(pair.prompts)))
-        theirs.store(tokens, f"fill-{number}", pair.chunks)
-        theirs.end(f"fill-{number}")
+        tokens, _ = peer_stored(pair, theirs)
+        request = f"load-{theirs.instance}-{next(requests)}"
         begin = time.perf_counter()
-        if theirs.lookup(tokens, f"load-{number}") != CHUNKS:
+        if theirs.lookup(tokens, request) != CHUNKS:
             raise RuntimeError("LMCache did not find what it stored")
-        theirs.retrieve(tokens, f"load-{number}", targets)
+        theirs.retrieve(tokens, request, targets)
         seconds = time.perf_counter() - begin
-        theirs.end(f"load-{number}")
+        theirs.end(request)
         return seconds
 
     return one
