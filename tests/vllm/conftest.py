@@ -15,9 +15,9 @@ collect_ignore_glob = [] if HAVE_VLLM else ["test_*.py"]
 if HAVE_VLLM:
     from tests.vllm.engine import LORA, Engine, EnginePool
 
-    @pytest.fixture(scope="session")
+    @pytest.fixture(scope="module")
     def engines() -> Iterator[EnginePool]:
-        """The pool from which tests take engines; closed at the end."""
+        """The pool from which a module's tests take engines; closed at its end, so that other modules may start their own."""
         pool = EnginePool()
         yield pool
         pool.close()

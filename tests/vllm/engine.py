@@ -181,10 +181,8 @@ def loaded_model(model: Path = MODEL, *, connector: bool = True, **options: Any)
             "kv_connector_module_path": "tests.vllm.stub_connector",
             "kv_role": "kv_both",
         }
-    arguments = EngineArgs(
-        model=str(model), dtype="bfloat16", enforce_eager=True, max_model_len=2048, block_size=BLOCK_TOKENS, **options
-    )
-    config = arguments.create_engine_config()
+    settings = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 2048, "block_size": BLOCK_TOKENS} | options
+    config = EngineArgs(model=str(model), **settings).create_engine_config()
     _set_torch_accelerator_to_noop()  # as the CPU worker does: torch has no accelerator here
     try:
         with set_current_vllm_config(config):

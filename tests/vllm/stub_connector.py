@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -12,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvgate_vllm.plugin import attach_scheduler, attach_worker
-from kvgate_vllm.state import EngineState
+from kvgate_vllm.state import EngineState, LoadedAdapter, WeightsReport
 
 
 class _Nothing(KVConnectorMetadata):
@@ -37,6 +40,23 @@ class KVGateConnector(KVConnectorBase_V1, SupportsHMA):
             KVGateConnector.last = self
         else:
             self.state = attach_worker(vllm_config)
+        self._events: Path | None = None
+        if folder := self._kv_transfer_config.get_from_extra_config("events_dir", None):
+            self._events = Path(folder) / f"{role.name.lower()}-{os.getpid()}.jsonl"
+            self._tell(self.state.weights())
+            self.state.on_weights_changed.append(self._tell)
+            self.state.on_adapter_loaded.append(self._tell)
+
+    def _tell(self, event: WeightsReport | LoadedAdapter) -> None:
+        """Write down what the plugin said, for tests whose engine runs in other processes."""
+        assert self._events is not None
+        line = {
+            "kind": type(event).__name__,
+            "files": sorted(f"{artifact.role} {artifact.digest.hex()}" for artifact in event.artifacts),
+            "reason": event.reason,
+        }
+        with self._events.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def scope(self, request: Any) -> tuple[bytes, bytes]:
         """Domain and variant as the test wrote them into the request."""

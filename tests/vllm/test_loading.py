@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -254,6 +257,30 @@ def test_the_plugin_is_active_for_our_connector_only(transfer: tuple[str, dict[s
         kv_transfer_config = None if transfer is None else Transfer
 
     assert is_active(Config) is active
+
+
+def test_an_engine_stays_itself_through_changes_of_its_configuration() -> None:
+    """An engine must keep its state when vLLM renames the instance or copies the outer object, and another engine must have another."""
+    config = SimpleNamespace(parallel_config=SimpleNamespace(), instance_id="1")
+    state = engine_state(config)
+    config.instance_id = "2"
+    assert engine_state(config) is state
+    assert engine_state(copy.copy(config)) is state
+    assert engine_state(SimpleNamespace(parallel_config=SimpleNamespace(), instance_id="2")) is not state
+
+
+def test_a_state_goes_with_its_engine() -> None:
+    """A later engine must never find the state of one that is gone, even at the same address."""
+    states = set()
+    for _ in range(50):
+        config = SimpleNamespace(parallel_config=SimpleNamespace())
+        state = engine_state(config)
+        assert state.weight_epoch() == 0
+        state.bump_epoch()
+        states.add(id(config.parallel_config))
+        del config, state
+        gc.collect()
+    assert len(states) < 50
 
 
 def module_from(package: str) -> torch.nn.Module:

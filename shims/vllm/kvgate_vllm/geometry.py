@@ -80,16 +80,19 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, layers: dict[str, Any]
     stages = _stages(vllm_config)
     groups, rectangles, reasons = [], [], []
     replication = 1
+    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(vllm_config.cache_config, "kv_cache_layout", None)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         shape, rectangle, copies, reason = _group(vllm_config, index, group, place, stages[place.pp_rank])
         groups.append(shape)
         rectangles.append(rectangle)
         reasons.append(reason or _group_reason(group, layers, rectangle))
         replication = copies
+    pages = tuple(_page(name, layers[name], layout) for group in groups for name in group.layer_names if name in layers)
+    if any(page.isa == "none" and page.backend.startswith("CPU") for page in pages):
+        # Pages of one shape lie in different orders there, and only the ISA tells which.
+        reasons.insert(0, "the page order of the CPU attention backend is not known")
     if len(groups) != 1:
         reasons.insert(0, "an engine with several KV groups, or none, is not covered")
-    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(vllm_config.cache_config, "kv_cache_layout", None)
-    pages = tuple(_page(name, layers[name], layout) for group in groups for name in group.layer_names if name in layers)
     geometry = Geometry(tuple(groups), tuple(rectangles), stages, replication, place, pages)
     return geometry, next((reason for reason in reasons if reason), None)
 

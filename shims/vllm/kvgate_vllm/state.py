@@ -27,7 +27,6 @@ LOGGER: Final = logging.getLogger("vllm.kvgate")
 PIN: Final = "_kvgate_pin"
 """Attribute of vLLM's ``Request`` that holds its ``RequestPin``."""
 
-MAX_ENGINES: Final = 64
 MAX_LOADED_ADAPTERS: Final = 4096
 MAX_SCOPE_BYTES: Final = 64
 
@@ -217,8 +216,8 @@ def _call(callbacks: list[Callable[[T], None]], value: T) -> None:
             LOGGER.exception("kvgate: a callback failed")
 
 
-_registry_lock = threading.Lock()
-_states: OrderedDict[str, EngineState] = OrderedDict()
+_registry_lock = threading.RLock()
+_states: dict[int, tuple[weakref.ref[Any], EngineState]] = {}
 
 
 def is_active(vllm_config: Any) -> bool:
@@ -235,15 +234,25 @@ def is_active(vllm_config: Any) -> bool:
 
 
 def engine_state(vllm_config: Any) -> EngineState:
-    """The state of the engine that ``vllm_config`` belongs to, made on first use. Bounded: the oldest is forgotten."""
-    key = str(vllm_config.instance_id)
+    """The state of the engine that ``vllm_config`` belongs to, made on first use; it goes with the configuration.
+
+    An engine is known by the identity of its parallel configuration: vLLM changes ``instance_id`` after the engine core was built,
+    copies the outer object, and may replace the model and transfer configurations, but never this one.
+    """
+    owner = vllm_config.parallel_config
+    key = id(owner)
     with _registry_lock:
-        state = _states.get(key)
-        if state is None:
-            state = _states[key] = EngineState()
-            while len(_states) > MAX_ENGINES:
-                _states.popitem(last=False)
+        known, state = _states.get(key, (None, None))
+        if state is None or known is None or known() is not owner:
+            state = EngineState()
+            _states[key] = weakref.ref(owner, lambda gone: _forget(key, gone)), state
         return state
+
+
+def _forget(key: int, gone: weakref.ref[Any]) -> None:
+    with _registry_lock:
+        if key in _states and _states[key][0] is gone:
+            del _states[key]
 
 
 def active_state(vllm_config: Any) -> EngineState | None:

@@ -1,0 +1,337 @@
+"""A description changes with everything that changes KV bytes, and with nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+from kvgate_vllm import engine_build as build_module
+from kvgate_vllm.describe import EngineDescription, describe_engine, engine_reason, request_reason
+from kvgate_vllm.engine_build import package_digest
+from kvgate_vllm.geometry import attention_layers
+from tests.vllm.engine import MODEL, Engine, EnginePool, copy_model, loaded_model, prompt_tokens
+
+
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest, engines: EnginePool) -> None:
+    """Most tests here set up vLLM's process groups themselves."""
+    if "engine" not in request.fixturenames:
+        engines.close()
+
+
+def describe(model: Path = MODEL, *, isa: str | None = "vec", **options: Any) -> EngineDescription:
+    """Load a model and describe it as a worker would, with ``isa`` as its attention backend sets it."""
+    with loaded_model(model, **options) as (config, _model):
+        for layer in attention_layers(config).values():
+            layer.isa = isa
+        specs = {name: layer.get_kv_cache_spec(config) for name, layer in attention_layers(config).items()}
+        config.cache_config.kv_cache_layout = "LBNHC"  # as the engine core resolves it on the CPU
+        (kv_cache_config,) = get_kv_cache_configs(config, [specs], [1 << 28])
+        return describe_engine(config, kv_cache_config)
+
+
+@pytest.fixture(scope="module")
+def plain(engines: EnginePool) -> EngineDescription:
+    """The small model with nothing special."""
+    engines.close()
+    return describe()
+
+
+def differing(one: EngineDescription, other: EngineDescription) -> set[str]:
+    """Names of the parts that differ; numerics by field."""
+    parts = {f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(other, f.name)}
+    if "numerics" in parts:
+        parts.remove("numerics")
+        fields = dataclasses.fields(one.numerics)
+        parts |= {f"numerics.{f.name}" for f in fields if getattr(one.numerics, f.name) != getattr(other.numerics, f.name)}
+    return parts
+
+
+def test_the_small_model_is_described(plain: EngineDescription) -> None:
+    """The description must hold what is known of this model, and no reason."""
+    assert plain.reason is None
+    assert (plain.rope.kind, plain.rope.theta, plain.rope.rotary_dim) == ("default", "10000.0", 64)
+    assert (plain.rope.style, plain.rope.max_positions) == ("neox", 4096)
+    assert (plain.cache_dtype, plain.kv_scales, plain.weight_quantization) == ("bfloat16", None, "none")
+    assert plain.numerics.attention_backend == "CPU_ATTN"
+    assert (plain.numerics.lora_max_rank, plain.numerics.tensor_parallel, plain.numerics.pipeline_parallel) == (None, 1, 1)
+    assert plain.numerics.execution.startswith("eager,cudagraph=NONE,settings=")
+    (group,) = plain.geometry.groups
+    assert (group.total_layers, group.kv_heads, group.head_dim_k, group.head_dim_v) == (8, 2, 64, 64)
+    assert (group.window, group.dtype, group.block_tokens) == (None, "bfloat16", 32)
+    (rectangle,) = plain.geometry.rectangles
+    assert dataclasses.astuple(rectangle) == (0, 0, 8, 0, 2)
+    assert (plain.geometry.stages, plain.geometry.replication) == (((0, 8),), 1)
+    assert len(plain.geometry.pages) == 8
+    assert {page.isa for page in plain.geometry.pages} == {"vec"}
+
+
+def test_settings_are_sorted_and_named_once(plain: EngineDescription) -> None:
+    """The contract refuses settings that are unsorted or named twice."""
+    for settings in (plain.architecture, plain.rope.parameters, plain.numerics.other):
+        names = [setting.name for setting in settings]
+        assert names == sorted(set(names))
+        assert all(setting.value for setting in settings)
+
+
+def test_nothing_of_paths_and_names_is_in_it(plain: EngineDescription, tmp_path: Path) -> None:
+    """No folder, model name or version of a library that only read the configuration may be in the description."""
+    text = repr(plain)
+    for secret in ("/work", "/root", str(tmp_path), "docs-llama-7m", "transformers_version", "_name_or_path"):
+        assert secret not in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 7},
+        {"gpu_memory_utilization": 0.5},
+        {"served_model_name": "other"},
+        {"seed": 5},
+        {"max_num_batched_tokens": 4096},
+        {"disable_log_stats": True},
+        {"trust_remote_code": True},
+        {"hf_overrides": {"eos_token_id": 3, "transformers_version": "1.0"}},
+    ],
+    ids=str,
+)
+def test_what_does_not_change_kv_is_not_in_it(plain: EngineDescription, options: dict[str, Any]) -> None:
+    """Limits, names, seeds and other settings that change no KV value must leave the description as it is."""
+    assert differing(plain, describe(**options)) == set()
+
+
+def test_moving_the_model_changes_nothing(plain: EngineDescription, tmp_path: Path) -> None:
+    """The same model in another folder must be described alike."""
+    assert differing(plain, describe(copy_model(tmp_path / "elsewhere"))) == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}}, {"rope"}),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.000000000002}}}, {"rope"}),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}}, {"rope"}),
+        (
+            {
+                "hf_overrides": {
+                    "rope_parameters": {
+                        "rope_type": "llama3",
+                        "rope_theta": 10000.0,
+                        "factor": 8.0,
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 2048,
+                    }
+                }
+            },
+            {"rope"},
+        ),
+        ({"hf_overrides": {"rms_norm_eps": 1e-6}}, {"architecture"}),
+        ({"hf_overrides": {"max_position_embeddings": 8192}}, {"architecture", "rope"}),
+        ({"enable_lora": True, "max_lora_rank": 8}, {"numerics.lora_max_rank", "numerics.other"}),
+        ({"dtype": "float32"}, {"numerics.compute_dtype", "cache_dtype", "geometry"}),
+        ({"kv_cache_dtype": "fp8_e5m2"}, {"cache_dtype", "kv_scales", "geometry"}),
+        ({"block_size": 64}, {"geometry"}),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_changes_kv_is_in_it(plain: EngineDescription, options: dict[str, Any], parts: set[str]) -> None:
+    """Each setting that changes KV values must change the part of the description that it belongs to."""
+    assert differing(plain, describe(**options)) == parts
+
+
+def test_ranks_of_adapters_differ() -> None:
+    """Engines that take adapters of different maximum rank have other kernels: they must differ."""
+    one, other = (describe(enable_lora=True, max_lora_rank=rank) for rank in (8, 16))
+    assert differing(one, other) == {"numerics.lora_max_rank"}
+
+
+def test_the_isa_is_read_from_the_layers(plain: EngineDescription) -> None:
+    """Two page orders of one shape are told apart only by the layers' ISA: it must be in numerics and pages."""
+    changed = describe(isa="amx")
+    assert differing(plain, changed) == {"numerics.isa", "geometry"}
+    assert {page.isa for page in changed.geometry.pages} == {"amx"}
+
+
+def test_an_unknown_page_order_is_refused() -> None:
+    """If the CPU backend has not said in which order it keeps its pages, the engine must not be cached."""
+    assert describe(isa=None).reason == "the page order of the CPU attention backend is not known"
+
+
+def test_a_real_engine_knows_its_page_order(engine: Engine) -> None:
+    """By the time KV caches are registered the layers of a real engine must say how their pages lie."""
+    description = describe_engine(engine.vllm_config, engine.connector.kv_cache_config)
+    assert description.reason is None
+    assert {page.layout for page in description.geometry.pages} == {engine.connector.kv_cache_config.kv_cache_layout}
+    assert {page.isa for page in description.geometry.pages} <= {"vec", "vec16", "amx", "neon"}
+
+
+def test_numeric_environment_variables_count(plain: EngineDescription, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment variable that chooses kernels must change the numerics, without its text appearing; others must not."""
+    monkeypatch.setenv("VLLM_PORT", "1234")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert differing(plain, describe()) == set()
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
+    changed = describe()
+    assert differing(plain, changed) == {"numerics.other"}
+    assert "SPLIT_KV" not in repr(changed)
+
+
+def test_the_engine_build_is_the_installed_code(tmp_path: Path) -> None:
+    """Two installations that differ in one byte of code, or in a file's name, must be two builds; other files must not matter."""
+    root = tmp_path / "package"
+    (root / "sub").mkdir(parents=True)
+    (root / "a.py").write_text("one")
+    (root / "sub" / "b.abi3.so").write_bytes(bytes(2 << 20))
+    first = package_digest(root)
+    (root / "notes.txt").write_text("else")
+    (root / "__pycache__").mkdir()
+    (root / "__pycache__" / "a.pyc").write_bytes(b"x")
+    assert package_digest(root) == first
+    (root / "a.py").write_text("two")
+    second = package_digest(root)
+    (root / "sub" / "b.abi3.so").write_bytes(bytes((2 << 20) - 1) + b"\1")
+    third = package_digest(root)
+    (root / "a.py").rename(root / "c.py")
+    assert len({first, second, third, package_digest(root)}) == 4
+
+
+def test_another_build_is_another_description(plain: EngineDescription, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The description must carry the build of the engine that runs."""
+    assert plain.engine == build_module.engine_build()
+    assert (plain.engine.name, len(plain.engine.build)) == ("vllm", 64)
+    changed = dataclasses.replace(plain, engine=dataclasses.replace(plain.engine, build="0" * 64))
+    assert differing(plain, changed) == {"engine"}
+
+
+def test_a_sliding_window_is_in_the_geometry(tmp_path: Path) -> None:
+    """Layers with a sliding window must say so in their group."""
+    model = copy_model(tmp_path / "m")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256}
+    (model / "config.json").write_text(json.dumps(config))
+    description = describe(model)
+    assert description.geometry.groups[0].window == 256
+
+
+def config_like(**changes: Any) -> Any:
+    """As much of a configuration as ``engine_reason`` looks at."""
+    values: dict[str, Any] = {
+        "model_config": {
+            "runner_type": "generate",
+            "is_encoder_decoder": False,
+            "is_attention_free": False,
+            "is_hybrid": False,
+        },
+        "parallel_config": {},
+        "cache_config": {},
+        "speculative_config": None,
+    }
+    for path, value in changes.items():
+        section, _, name = path.partition("__")
+        if name:
+            values[section] = {**(values[section] or {}), name: value}
+        else:
+            values[section] = value
+    return SimpleNamespace(**{k: SimpleNamespace(**v) if isinstance(v, dict) else v for k, v in values.items()})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"speculative_config__method": "eagle"},
+        {"speculative_config__method": "draft_model"},
+        {"model_config__runner_type": "pooling"},
+        {"model_config__is_encoder_decoder": True},
+        {"model_config__is_hybrid": True},
+        {"model_config__is_attention_free": True},
+        {"parallel_config__decode_context_parallel_size": 2},
+        {"parallel_config__prefill_context_parallel_size": 2},
+        {"parallel_config__enable_eplb": True},
+        {"parallel_config__enable_elastic_ep": True},
+        {"cache_config__kv_sharing_fast_prefill": True},
+    ],
+    ids=str,
+)
+def test_engines_that_are_not_covered_say_so(change: dict[str, Any]) -> None:
+    """Each kind of engine whose KV the contract does not describe must be refused with a reason of its own."""
+    assert engine_reason(config_like()) is None
+    assert engine_reason(config_like(speculative_config__method="ngram")) is None
+    assert engine_reason(config_like(**change))
+
+
+# Requests
+
+
+@pytest.fixture
+def request_made(engine: Engine) -> Any:
+    """A real request, as it arrived at the scheduler."""
+    engine.ask(prompt_tokens(40), max_tokens=1)
+    return engine.connector.requests[-1]
+
+
+def test_an_ordinary_request_is_understood(request_made: Any) -> None:
+    """A text completion must have no reason; neither may sampling settings, priority or structured output give one."""
+    assert request_reason(request_made) is None
+    request_made.priority = 5
+    request_made.sampling_params.temperature = 0.7
+    request_made.sampling_params.logprobs = 3
+    request_made.session_id = "s"
+    assert request_reason(request_made) is None
+
+
+def sampling(name: str, value: Any) -> Callable[[Any], None]:
+    """Set a sampling parameter."""
+    return lambda request: setattr(request.sampling_params, name, value)
+
+
+def field(name: str, value: Any) -> Callable[[Any], None]:
+    """Set a field of the request."""
+    return lambda request: setattr(request, name, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        field("mm_features", [object()]),
+        field("prompt_embeds", object()),
+        field("prompt_is_token_ids", [True]),
+        field("prompt_token_ids", None),
+        field("prompt_token_ids", []),
+        field("pooling_params", object()),
+        field("sampling_params", None),
+        field("resumable", True),
+        field("ec_transfer_params", {}),
+        field("a_field_of_tomorrow", 1),
+        field("a_field_of_tomorrow", ""),
+        sampling("prompt_logprobs", 1),
+        sampling("prompt_logprobs", 0),
+        sampling("skip_reading_prefix_cache", True),
+    ],
+)
+def test_a_request_with_anything_else_is_not(request_made: Any, change: Callable[[Any], None]) -> None:
+    """Inputs that the contract does not describe, or that are not known, must make a request uncacheable."""
+    change(request_made)
+    assert request_reason(request_made)
+
+
+def test_prompt_logprobs_are_refused_end_to_end(engine: Engine) -> None:
+    """A request for prompt logprobs must reach the connector with a reason."""
+    engine.ask(prompt_tokens(40), max_tokens=1, prompt_logprobs=1)
+    assert (
+        engine.connector.state.uncacheable_reason(engine.connector.requests[-1]) == "prompt logprobs need the prompt computed"
+    )
+
+
+def test_an_engine_without_a_covered_load_cannot_be_described(engines: EnginePool) -> None:
+    """Where no covered loader ran there is nothing to describe."""
+    engines.close()
+    with loaded_model(load_format="dummy") as (config, _model), pytest.raises(RuntimeError, match="covered loader"):
+        describe_engine(config, None)
