@@ -68,6 +68,13 @@ def model(weights: str = "weights", **changes: Any) -> ModelContract:
     return dataclasses.replace(contract, **changes)
 
 
+def numerics(**changes: Any) -> Numerics:
+    """The model's numerics, with changes."""
+    strict = model().numerics
+    assert isinstance(strict, Numerics)
+    return dataclasses.replace(strict, **changes)
+
+
 def representation(**changes: Any) -> Representation:
     """Raw bfloat16: 64 bytes a token over all layers and heads."""
     plain = ComponentFormat(dtype="bfloat16", group=None, scale_dtype=None)

@@ -8,7 +8,7 @@ import pytest
 
 from kvgate.contract.artifacts import ArtifactSet
 from kvgate.daemon.app import Gateway
-from kvgate.protocol.messages import AdapterRegistered, ConfirmAdapter, Done, RegisterAdapter
+from kvgate.protocol.messages import AdapterRegistered, ConfirmAdapter, Done, RegisterAdapter, Revoke
 from tests.daemon import makers
 from tests.daemon.conftest import Start, nothing_held
 from tests.daemon.engine import Engine
@@ -169,9 +169,7 @@ async def test_salt_is_not_an_adapter(gateway: Gateway) -> None:
 
 async def test_engine_without_lora_takes_no_adapter(gateway: Gateway) -> None:
     """An engine that was started without LoRA can't register one."""
-    import dataclasses
-
-    plain = makers.model(numerics=dataclasses.replace(makers.model().numerics, lora_max_rank=None))  # type: ignore[type-var]
+    plain = makers.model(numerics=makers.numerics(lora_max_rank=None))
     engine = await Engine.start(gateway.config.socket_path, model=plain)
     async with denied("malformed", "adapter"):
         await register(engine, makers.adapter("a"))
@@ -196,8 +194,6 @@ async def test_revoked_engine_answers_waiting_stores_at_once(start: Start) -> No
     lease = await engine.lease("x", adapter=(await register(engine, makers.adapter("a"))).adapter)
     waiting = asyncio.create_task(engine.reserve(lease, 0))
     await confirm(engine, makers.adapter("a"), 0)
-    from kvgate.protocol.messages import Revoke
-
     await engine.scheduler.call(Revoke(handle=engine.handle), Done)
     async with denied("revoked"):
         await waiting

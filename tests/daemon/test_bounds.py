@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+from typing import Any
 
 import pytest
 
 from kvgate.contract.encoding import encode
-from kvgate.daemon import server, writers
+from kvgate.daemon import reads, registry, server, writers
 from kvgate.daemon.app import Gateway
 from kvgate.protocol.framing import HEADER, MAX_FRAME_BYTES, frame_bytes, frame_length, parse_frame
 from kvgate.protocol.messages import MAX_BATCH, MAX_CHUNKS, Acquire, Bind, Bound, Failure, Release, Welcome
@@ -140,7 +142,7 @@ async def test_bad_frame_length_ends_the_connection(gateway: Gateway, length: in
     await other.close()
 
 
-def bind_values() -> dict[str, object]:
+def bind_values() -> dict[str, Any]:
     """A bind with a made-up handle."""
     return {
         "handle": makers.name("handle"),
@@ -287,7 +289,7 @@ async def test_peer_that_never_reads_is_dropped(start: Start, monkeypatch: pytes
     assert (await engine.bind("a")).present == 0
 
     async def only_ours() -> bool:
-        return (await gateway.status())["leases"] == 1
+        return bool((await gateway.status())["leases"] == 1)
 
     await eventually("the deaf client's leases are gone", only_ours)
     await deaf.close()
@@ -335,8 +337,6 @@ async def test_many_requests_leave_nothing_behind(start: Start) -> None:
 
 async def test_connections_leave_nothing_behind(gateway: Gateway) -> None:
     """Hundreds of connections that came, registered, bound and went leave no session, registration, lease or watcher."""
-    import os
-
     tasks, descriptors = len(own_tasks()), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for number in range(200):
         engine = await Engine.start(gateway.config.socket_path, engine=makers.engine_id(f"engine {number}"))
@@ -351,8 +351,6 @@ async def test_connections_leave_nothing_behind(gateway: Gateway) -> None:
 
 async def test_engines_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine more than the limit is busy; when one has gone there is room."""
-    from kvgate.daemon import registry
-
     monkeypatch.setattr(registry, "MAX_REGISTRATIONS", 2)
     gateway = await start()
     engines = [await Engine.start(gateway.config.socket_path, engine=makers.engine_id(f"engine {n}")) for n in range(2)]
@@ -371,8 +369,6 @@ async def test_engines_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch
 
 async def test_open_loads_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """One load more than the limit is busy; closing one makes room."""
-    from kvgate.daemon import reads
-
     monkeypatch.setattr(reads, "MAX_OPEN_LOADS", 2)
     engine = await Engine.start((await start()).config.socket_path)
     await engine.store("a")

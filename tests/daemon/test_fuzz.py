@@ -39,7 +39,9 @@ from tests.daemon.conftest import nothing_held, small_config
 from tests.daemon.engine import Engine
 from tests.daemon.wire import WAIT_S, Wire, hello
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @pytest.fixture
@@ -172,9 +174,7 @@ def mutated_frames(draw: st.DrawFn) -> bytes | None:
 
 @given(frames=st.lists(mutated_frames(), min_size=1, max_size=6))
 @FUZZ
-def test_mutated_messages(
-    fuzzed: tuple[Gateway, Engine], loop: asyncio.AbstractEventLoop, frames: list[bytes | None]
-) -> None:
+def test_mutated_messages(fuzzed: tuple[Gateway, Engine], loop: asyncio.AbstractEventLoop, frames: list[bytes | None]) -> None:
     """A valid message changed in one place is answered, every time, and never with `internal`."""
     sent = [HEADER.pack(len(frame)) + frame for frame in frames if frame is not None]
     outcomes = loop.run_until_complete(exchange(fuzzed[0].config.socket_path, *sent, greet=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +24,21 @@ def credentials(folder: Path, **domains: str) -> str:
     return str(file)
 
 
+def versions(what: str, lowest: int, highest: int) -> dict[str, Any]:
+    """The range of one of the two versions."""
+    return {f"{what}_lowest": lowest, f"{what}_highest": highest}
+
+
 @pytest.mark.parametrize(("lowest", "highest"), [(1, 1), (1, 2), (0, 9), (1, 2**64 - 1)])
 async def test_highest_common_version_is_chosen(gateway: Gateway, lowest: int, highest: int) -> None:
     """A range that meets ours gets the highest common version, of wire and of schema."""
     wire = await Wire.connect(gateway.config.socket_path)
-    for_all = {"wire_lowest": lowest, "wire_highest": highest, "schema_lowest": lowest, "schema_highest": highest}
+    for_all: dict[str, Any] = {
+        "wire_lowest": lowest,
+        "wire_highest": highest,
+        "schema_lowest": lowest,
+        "schema_highest": highest,
+    }
     welcome = await wire.call(hello(**for_all), Welcome)
     assert (welcome.wire, welcome.schema) == (1, 1)
     await wire.close()
@@ -38,7 +49,7 @@ async def test_highest_common_version_is_chosen(gateway: Gateway, lowest: int, h
 async def test_refusal_names_both_version_ranges(gateway: Gateway, what: str, lowest: int, highest: int, named: str) -> None:
     """Without a common version the refusal names both ranges, and the connection ends: no crash, no half-open session."""
     wire = await Wire.connect(gateway.config.socket_path)
-    reply = await wire.ask(hello(**{f"{what}_lowest": lowest, f"{what}_highest": highest}))
+    reply = await wire.ask(hello(**versions(what, lowest, highest)))
     assert isinstance(reply, Failure)
     assert reply.code == "version"
     assert what in reply.problem
@@ -52,7 +63,7 @@ async def test_reversed_version_range_is_refused(gateway: Gateway, what: str) ->
     """A range whose lowest is above its highest has nothing in common with ours."""
     wire = await Wire.connect(gateway.config.socket_path)
     async with denied("version"):
-        await wire.call(hello(**{f"{what}_lowest": 2, f"{what}_highest": 1}), Welcome)
+        await wire.call(hello(**versions(what, 2, 1)), Welcome)
     await wire.hung_up()
 
 

@@ -338,8 +338,9 @@ async def test_lease_of_another_connection_is_useless(gateway: Gateway) -> None:
 async def test_made_up_lease_is_refused(gateway: Gateway, flip: int) -> None:
     """A token with any byte changed is no lease of this deployment."""
     engine = await Engine.start(gateway.config.socket_path)
-    lease = bytearray(await engine.lease("a"))
-    lease[flip] ^= 1
+    changed = bytearray(await engine.lease("a"))
+    changed[flip] ^= 1
+    lease = bytes(changed)
     for message, kind in (
         (Acquire(lease=lease, first=0, last=1, deadline_ms=1000), Acquired),
         (Release(lease=lease), Done),
@@ -444,8 +445,9 @@ async def test_held_objects_are_not_evicted(start: Start) -> None:
 async def test_request_scope_is_not_shared(gateway: Gateway) -> None:
     """Scope request with a nonce of its own is found under that nonce only; each scope is a world of its own."""
     engine = await Engine.start(gateway.config.socket_path)
-    mine, other = ({"scope": "request", "scope_key": makers.name(text)} for text in ("mine", "other"))
-    query = {"scope": "query", "scope_key": makers.name("mine")}
+    mine: dict[str, Any] = {"scope": "request", "scope_key": makers.name("mine")}
+    other = mine | {"scope_key": makers.name("other")}
+    query: dict[str, Any] = {"scope": "query", "scope_key": makers.name("mine")}
     await engine.store("a", **mine)
     assert [await engine.hit("a", **asked) for asked in (mine, other, query, {})] == [1, 0, 0, 0]
     await engine.close()
@@ -473,21 +475,11 @@ async def test_bind_for_what_is_not_to_be_had_is_refused(gateway: Gateway, case:
 
 async def test_bind_wants_every_field(gateway: Gateway) -> None:
     """A missing field is refused by name: there are no defaults on the wire."""
-    from kvgate.contract.encoding import encode
-    from kvgate.protocol.framing import HEADER, frame_length, parse_frame
-
     engine = await Engine.start(gateway.config.socket_path)
-    wire = await Wire.open(gateway.config.socket_path)
-    assert wire._listener is not None
-    wire._listener.cancel()
-    await asyncio.sleep(0)
     for name, _ in Bind._specs:
         body = engine.bind_message("a").to_value()
         del body[name]
-        data = encode({"id": 7, "type": "Bind", "body": body})
-        await wire.raw(HEADER.pack(len(data)) + data)
-        reply = parse_frame(await wire.reader.readexactly(frame_length(await wire.reader.readexactly(4)))).message()
+        reply = await engine.scheduler.ask_raw("Bind", body)
         assert isinstance(reply, Failure)
         assert (reply.code, reply.field) == ("malformed", name)
-    await wire.close()
     await engine.close()

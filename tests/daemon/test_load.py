@@ -13,13 +13,13 @@ from blake3 import blake3
 from kvgate.daemon.app import Gateway
 from kvgate.daemon.secret import load_or_create
 from kvgate.protocol.messages import FinishLoad, Load, LoadPlan, LoadVerdict, WrittenPayload
-from kvgate.storage.envelope import ENVELOPE_BYTES, Envelope, payload_digest_of, read, seal
+from kvgate.storage.envelope import ENVELOPE_BYTES, Envelope, read, seal
 from tests.daemon import makers
 from tests.daemon.admin_client import counter
 from tests.daemon.backends import FaultyBackend
 from tests.daemon.conftest import Start, eventually, nothing_held
 from tests.daemon.engine import Engine, payload
-from tests.daemon.wire import Denied, Wire, denied
+from tests.daemon.wire import Denied, denied
 
 
 def key_of(gateway: Gateway) -> bytes:
@@ -589,6 +589,3 @@ async def test_scheduler_cannot_load(gateway: Gateway) -> None:
     async with denied("denied"):
         await engine.scheduler.call(Load(lease=lease, chunks=(0,)), LoadPlan)
     await engine.close()
-
-
-__all__ = ["Wire", "payload_digest_of"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -12,15 +13,13 @@ from kvgate.contract.model import NumericsClass, Rope
 from kvgate.contract.representation import ComponentFormat, KvGroup
 from kvgate.daemon.app import Gateway
 from kvgate.protocol.messages import (
-    Bound,
-    Committed,
     Done,
     Failure,
+    Load,
     LoadPlan,
     Opened,
     OpenEngine,
     Registered,
-    RegisterWorker,
     Reserve,
     Reserved,
     Revoke,
@@ -28,6 +27,7 @@ from kvgate.protocol.messages import (
 from tests.daemon import makers
 from tests.daemon.conftest import Start, eventually, nothing_held
 from tests.daemon.engine import Engine
+from tests.daemon.test_hello import credentials
 from tests.daemon.wire import Denied, Wire, denied
 
 
@@ -141,10 +141,12 @@ async def test_higher_generation_revokes_the_old(gateway: Gateway) -> None:
     assert newer.handle != old_handle
     assert not await engine.finish(load.ticket)
     assert await engine.commit(written) == 0
-    for attempt in (engine.acquire(lease, 0, 2), engine.bind("x")):
+    attempts: list[Awaitable[Any]] = [engine.acquire(lease, 0, 2), engine.bind("x")]
+    for attempt in attempts:
         async with denied("revoked"):
             await attempt
-    for attempt in (engine.load(lease, 0), engine.reserve(lease, 1)):
+    attempts = [engine.load(lease, 0), engine.reserve(lease, 1)]
+    for attempt in attempts:
         async with denied("denied", "lease"):
             await attempt
     engine.handle = newer.handle
@@ -187,8 +189,6 @@ async def test_generations_of_a_long_run_leave_nothing(gateway: Gateway) -> None
 
 async def test_generations_belong_to_a_domain(start: Start, folder: Any) -> None:
     """Another domain that uses the same engine id can neither revoke nor outdate this one's registration."""
-    from tests.daemon.test_hello import credentials
-
     path = (await start(credentials_file=credentials(folder, a="tenant-a", b="tenant-b"))).config.socket_path
     ours = await Engine.start(path, credential=b"a")
     theirs = await Engine.start(path, credential=b"b", generation=1000)
@@ -239,8 +239,6 @@ async def test_reconnecting_does_not_undo_a_revocation(gateway: Gateway) -> None
 
 async def test_foreign_domain_cannot_revoke(start: Start, folder: Any) -> None:
     """Revoke with another domain's handle does nothing."""
-    from tests.daemon.test_hello import credentials
-
     path = (await start(credentials_file=credentials(folder, a="tenant-a", b="tenant-b"))).config.socket_path
     ours = await Engine.start(path, credential=b"a")
     stranger = await Wire.open(path, "worker", b"b")
@@ -383,15 +381,9 @@ IDENTITY: dict[str, dict[str, Any]] = {
         )
     },
     "engine build": {
-        "model": makers.model(
-            numerics=dataclasses.replace(
-                makers.model().numerics, engine=dataclasses.replace(makers.model().numerics.engine, build="b2")
-            )
-        )
+        "model": makers.model(numerics=makers.numerics(engine=dataclasses.replace(makers.numerics().engine, build="b2")))
     },
-    "attention backend": {
-        "model": makers.model(numerics=dataclasses.replace(makers.model().numerics, attention_backend="OTHER"))
-    },
+    "attention backend": {"model": makers.model(numerics=makers.numerics(attention_backend="OTHER"))},
     "codec format": {
         "representation": makers.representation(
             k_format=ComponentFormat(dtype="float16", group=None, scale_dtype=None),
@@ -481,7 +473,7 @@ async def test_second_worker_of_a_rank_takes_its_place(gateway: Gateway) -> None
     await engine.join(0)
     for message, kind in (
         (Reserve(lease=lease, chunks=(1,)), Reserved),
-        (makers_load(lease), LoadPlan),
+        (Load(lease=lease, chunks=(0,)), LoadPlan),
     ):
         with pytest.raises(Denied):
             await displaced.call(message, kind)
@@ -489,13 +481,6 @@ async def test_second_worker_of_a_rank_takes_its_place(gateway: Gateway) -> None
     await displaced.close()
     assert (await engine.bind("x")).present == 1
     await engine.close()
-
-
-def makers_load(lease: bytes) -> Any:
-    """A load of chunk 0."""
-    from kvgate.protocol.messages import Load
-
-    return Load(lease=lease, chunks=(0,))
 
 
 async def test_unknown_handle_is_answered_without_naming_it(gateway: Gateway) -> None:
@@ -510,6 +495,3 @@ async def test_unknown_handle_is_answered_without_naming_it(gateway: Gateway) ->
         assert reply.code == "unsealed"
         assert made_up.hex()[:8] not in str(reply)
     await wire.close()
-
-
-__all__ = ["Bound", "Committed", "RegisterWorker"]

@@ -18,7 +18,7 @@ from tests.daemon import makers
 from tests.daemon.backends import FaultyBackend
 from tests.daemon.conftest import Start, eventually, nothing_held
 from tests.daemon.engine import Engine, payload
-from tests.daemon.wire import WAIT_S, Wire, denied
+from tests.daemon.wire import WAIT_S, denied
 
 
 async def reservations(gateway: Gateway) -> int:
@@ -394,6 +394,3 @@ async def test_scheduler_cannot_store(gateway: Gateway) -> None:
     async with denied("denied"):
         await engine.scheduler.call(Commit(written=(), aborted=(1,)), Committed)
     await engine.close()
-
-
-__all__ = ["Wire"]

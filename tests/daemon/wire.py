@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pytest
 
+from kvgate.contract.encoding import encode
 from kvgate.contract.record import Record
 from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
 from kvgate.protocol.messages import Failure, Hello, Welcome
@@ -78,6 +79,16 @@ class Wire:
         self.writer.write(frame_bytes(number, message))
         return reply
 
+    async def ask_raw(self, kind: str, body: Any) -> Record:
+        """Send a well-formed frame with any type and body; the reply."""
+        number = next(self._ids)
+        reply: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
+        data = encode({"id": number, "type": kind, "body": body})
+        await self.raw(HEADER.pack(len(data)) + data)
+        async with asyncio.timeout(WAIT_S):
+            return await reply
+
     async def ask(self, message: Record) -> Record:
         """Send and wait for the reply, whatever it is. ``ConnectionError`` where the gateway hangs up instead."""
         reply = self.post(message)
@@ -90,7 +101,7 @@ class Wire:
         if isinstance(reply, Failure):
             raise Denied(reply)
         assert type(reply) is kind
-        return cast(R, reply)
+        return reply
 
     async def raw(self, data: bytes) -> None:
         """Send bytes as they are."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tests.daemon import makers
 from tests.daemon.engine import Engine
-from tests.daemon.wire import Wire
 
 
 async def main(socket: str, engine_text: str, lease: str, *chunks: str) -> None:
@@ -33,5 +32,3 @@ async def main(socket: str, engine_text: str, lease: str, *chunks: str) -> None:
 
 if __name__ == "__main__":
     asyncio.run(main(*sys.argv[1:]))
-
-__all__ = ["Wire"]
