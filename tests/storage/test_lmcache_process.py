@@ -148,6 +148,7 @@ async def test_a_second_daemon_on_the_same_state_is_refused(tmp_path: Path) -> N
         await first.stop(0)
 
 
+@pytest.mark.slow
 async def test_daemons_on_different_states_leave_each_other_alone(tmp_path: Path) -> None:
     """A second start, and its end, removes nothing of the first; both share the host's shared memory."""
     first, second = LMCacheBackend(config(tmp_path / "a")), LMCacheBackend(config(tmp_path / "b"))
@@ -287,6 +288,7 @@ async def test_start_and_stop_can_be_repeated(tmp_path: Path) -> None:
     await backend.stop(0)
 
 
+@pytest.mark.slow
 async def test_stop_drains_what_is_on_its_way_to_l2(tmp_path: Path) -> None:
     """Objects committed right before a stop with time to drain are there after the next start."""
     refs = [new_ref(1 << 20) for _ in range(12)]

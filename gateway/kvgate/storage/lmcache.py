@@ -59,7 +59,9 @@ class LMCacheConfig:
 
     ``l2_adapters``: descriptions as LMCache takes them, e.g. ``{"type": "fs", "base_path": "/data/kv"}``; None means one such
     folder under ``state_dir``, an empty tuple no L2. ``evict_watermark``: share of the pool in use above which LMCache evicts
-    ``evict_ratio`` of its objects, once a second; room is also made when a reservation needs it.
+    ``evict_ratio`` of its objects, once a second; room is also made when a reservation needs it. ``hang_s``: a process that
+    does not answer for so long is killed and replaced. ``orphan_drain_s``: how long it goes on writing to L2 when the daemon
+    dies. ``fetches_in_flight``: L2 reads at a time.
     """
 
     state_dir: Path | str
@@ -71,6 +73,7 @@ class LMCacheConfig:
     max_calls: int = 256
     fetches_in_flight: int = 32
     start_timeout_s: float = 120.0
+    hang_s: float = 30.0
     orphan_drain_s: float = 5.0
     restart_pause_s: float = 0.2
     max_restart_pause_s: float = 30.0
@@ -145,7 +148,7 @@ class LMCacheBackend:
             self._set_pool(None)
             exit_s = _EXIT_S
             try:
-                await process.connection.call(Op.STOP, int(drain_s * 1000), drain_s + _ANSWER_S)
+                await process.connection.call(Op.STOP, int(drain_s * 1000), drain_s + _ANSWER_S, bounded=False)
             except StorageUnavailable as error:
                 _log.warning("storage_process_did_not_stop", reason=str(error))
                 exit_s = 0.0
@@ -322,7 +325,7 @@ class LMCacheBackend:
             if process is None:
                 return
             served_since = loop.time()
-            await process.connection.lost.wait()
+            await self._until_lost(process)
             if self._stopping:
                 return
             self._process = None
@@ -340,6 +343,24 @@ class LMCacheBackend:
                     await self._launch()
                 except StorageUnavailable as error:
                     _log.error("storage_process_does_not_start", reason=str(error))
+
+    async def _until_lost(self, process: StorageProcess) -> None:
+        """Wait until the process is gone, or does not answer for ``hang_s``: a deadlock must not be an outage for ever."""
+        hang_s = self._config.hang_s
+        while True:
+            try:
+                async with asyncio.timeout(hang_s / 3):
+                    await process.connection.lost.wait()
+                return
+            except TimeoutError:
+                pass  # it lives; see whether it answers
+            try:
+                await process.connection.call(Op.STATUS, None, hang_s, bounded=False)
+            except DeadlinePassed:
+                _log.error("storage_process_hangs", pid=process.pid)
+                return
+            except StorageUnavailable:
+                return
 
     def _set_pool(self, pool: PoolInfo | None) -> None:
         self._pool = pool

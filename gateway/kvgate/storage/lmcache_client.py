@@ -30,6 +30,12 @@ class _Call:
 
     future: asyncio.Future[Any]
     late: Callable[[Any], None] | None
+    places: asyncio.Semaphore | None
+
+    def ended(self) -> None:
+        """Its place is free."""
+        if self.places is not None:
+            self.places.release()
 
 
 class StorageConnection(asyncio.Protocol):
@@ -49,22 +55,36 @@ class StorageConnection(asyncio.Protocol):
         """Calls without an answer, also those whose caller has gone."""
         return len(self._calls)
 
-    async def call(self, op: Op, body: object, deadline_s: float, late: Callable[[Any], None] | None = None) -> Any:
-        """The answer to one request. Raises ``StorageUnavailable``: connection lost, call failed, deadline passed."""
+    async def call(
+        self,
+        op: Op,
+        body: object,
+        deadline_s: float,
+        late: Callable[[Any], None] | None = None,
+        *,
+        bounded: bool = True,
+    ) -> Any:
+        """The answer to one request. Raises ``StorageUnavailable``: connection lost, call failed, deadline passed.
+
+        ``bounded``: waits for one of the places for calls in flight. Not so the calls that look after the process itself.
+        """
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
-        try:
-            async with asyncio.timeout_at(ends_at):
-                await self._places.acquire()
-        except TimeoutError:
-            self.deadlines_passed += 1
-            raise DeadlinePassed("too many storage calls are under way") from None
+        places = self._places if bounded else None
+        if places is not None:
+            try:
+                async with asyncio.timeout_at(ends_at):
+                    await places.acquire()
+            except TimeoutError:
+                self.deadlines_passed += 1
+                raise DeadlinePassed("too many storage calls are under way") from None
         if self.lost.is_set():
-            self._places.release()
+            if places is not None:
+                places.release()
             raise StorageUnavailable("the storage process is gone")
         self._next_id += 1
         request_id = self._next_id
-        call = _Call(loop.create_future(), late)
+        call = _Call(loop.create_future(), late, places)
         left_s = ends_at - loop.time()
         budget_s = max(0.0, left_s - min(_MAX_MARGIN_S, _MARGIN_SHARE * left_s))
         self._send(request_id, op, budget_s, body)
@@ -110,7 +130,7 @@ class StorageConnection(asyncio.Protocol):
         self.lost.set()
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            self._places.release()
+            call.ended()
             if not call.future.done():
                 call.future.set_exception(StorageUnavailable("the storage process is gone"))
                 call.future.exception()  # read once, so that nobody is told of it who no longer waits
@@ -126,7 +146,7 @@ class StorageConnection(asyncio.Protocol):
         call = self._calls.pop(request_id, None)
         if call is None:
             raise WireError("an answer to nothing that was asked")
-        self._places.release()
+        call.ended()
         if call.future.done():
             if code == Code.OK and call.late is not None:
                 call.late(body)

@@ -6,7 +6,7 @@ import argparse
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ def build_manager(settings: ProcessSettings) -> Any:
     )
     from lmcache.v1.distributed.storage_manager import StorageManager
 
-    adapters = _adapter_configs(settings)
     config = StorageManagerConfig(
         l1_manager_config=L1ManagerConfig(
             memory_config=L1MemoryManagerConfig(size_in_bytes=settings.pool_bytes, use_lazy=False, shm_name=settings.pool_name),
@@ -41,7 +40,6 @@ def build_manager(settings: ProcessSettings) -> Any:
             read_ttl_seconds=NEVER_S,
         ),
         eviction_config=EvictionConfig("LRU", settings.evict_watermark, settings.evict_ratio),
-        l2_adapter_config=adapters,
         prefetch_policy="retain",  # "default" drops what it fetched from L1 with the first release
         prefetch_max_in_flight=settings.fetches_in_flight,
     )
@@ -67,25 +65,35 @@ def own_pool(settings: ProcessSettings, internals: Internals) -> int:
     return fd
 
 
-def _adapter_configs(settings: ProcessSettings) -> Any:
-    """Our list of dicts, through LMCache's own parser, so that it means there what it means on its command line."""
-    from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig, parse_args_to_l2_adapters_config
+def adapter_specs(settings: ProcessSettings) -> list[dict[str, Any]]:
+    """The adapters' descriptions as LMCache gets them, their folders made. Needs no LMCache. Raises ``HostingError``."""
+    return [_adapter_spec(dict(spec), settings) for spec in settings.l2_adapters]
 
-    configs: list[Any] = []
-    for spec in settings.l2_adapters:
-        text = json.dumps(_adapter_spec(dict(spec), settings))
+
+def adapter_configs(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Type name and configuration of each, through LMCache's own parser, so that it means there what it means on its command line.
+
+    Raises ``HostingError``.
+    """
+    from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+
+    configs: list[tuple[str, Any]] = []
+    for spec in specs:
         try:
-            configs += parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[text])).adapters
+            (config,) = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)])).adapters
         except (ImportError, TypeError, ValueError) as error:
-            raise HostingError(f"L2 adapter {spec.get('type')!r} is not usable: {error}") from error
-    return L2AdaptersConfig(configs)
+            raise HostingError(f"L2 adapter {spec['type']!r} is not usable: {error}") from error
+        configs.append((spec["type"], config))
+    return configs
 
 
-def _adapter_spec(spec: dict[str, Any], settings: ProcessSettings) -> Mapping[str, Any]:
+def _adapter_spec(spec: dict[str, Any], settings: ProcessSettings) -> dict[str, Any]:
+    if not isinstance(spec.get("type"), str):
+        raise HostingError('an L2 adapter needs a "type"')
     refused = [name for name in _REFUSED_FIELDS if name in spec]
     if refused:
         raise HostingError(f"L2 adapter option {refused[0]!r} is not supported: objects must come back as they were stored")
-    if spec.get("type") not in _FOLDER_ADAPTERS:
+    if spec["type"] not in _FOLDER_ADAPTERS:
         return spec
     folder = Path(str(spec.get("base_path") or ""))
     if not folder.is_absolute():

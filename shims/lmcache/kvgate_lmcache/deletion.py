@@ -17,6 +17,7 @@ from lmcache.v1.distributed.error import L1Error
 
 from kvgate.storage.backend import ObjectRef
 
+from .adapters import L2Adapters
 from .clock import Deadline
 from .fetch import Fetcher
 from .keys import object_key
@@ -45,7 +46,7 @@ class Deletions:
     def __init__(
         self,
         l1: Any,
-        adapters: Sequence[Any],
+        adapters: L2Adapters,
         lookup: L2Lookup,
         watch: L2Watch,
         fetcher: Fetcher,
@@ -116,20 +117,23 @@ class Deletions:
         return bool(waiting) or polling
 
     def _remove_from_l2(self, refs: Sequence[ObjectRef], deadline: Deadline) -> str:
-        if not self._adapters:
+        if not self._adapters.configured:
             return ""
         keys = [object_key(ref) for ref in refs]
         if not self._watch.wait_idle(keys, deadline):
             return "an L2 write of the object is still under way"
         if not self._fetcher.wait_none(keys, deadline):
             return "an L2 read of the object is still under way"
-        for adapter in self._adapters:
-            adapter.delete(keys)
-        # An adapter that failed, or cannot delete, only logs it: look.
+        errors = self._adapters.errors
+        for live in self._adapters.live:
+            live.adapter.delete(keys)
+        # An adapter that failed, or cannot delete, says nothing: look.
         left = self._lookup.exists(refs, deadline)
-        if any(found is None for found in left):
-            return "L2 did not confirm the removal in time"
-        return "L2 still has the object" if any(left) else ""
+        if any(left):
+            return "L2 still has the object"
+        if None in left or self._adapters.errors != errors or self._adapters.away:
+            return "L2 did not confirm the removal"
+        return ""
 
     def _mark_gone_from_l2(self, keys: Sequence[Any]) -> None:
         with self._lock:

@@ -38,6 +38,16 @@ def folder_names(adapter: Any) -> tuple[str, Callable[[Any], str]] | None:
     return str(adapter._base_path), _object_key_to_filename
 
 
+def native_client(adapter: Any) -> Any:
+    """The client inside LMCache's wrapper of native connectors (`resp`, `fs_native`, …); None for other adapters."""
+    return adapter._client if type(adapter).__name__ == "NativeConnectorL2Adapter" else None
+
+
+def set_native_client(adapter: Any, client: Any) -> None:
+    """Put another client in its place. The wrapper looks it up for every operation."""
+    adapter._client = client
+
+
 class Internals:
     """The unpublished parts of one StorageManager. Raises ``HostingError`` if one is missing."""
 

@@ -24,6 +24,11 @@ def object_key(ref: ObjectRef) -> Any:
     return ObjectKey(ref.address, f"kvgate.v1.{ref.object_bytes}", _RANK, 0, ref.domain.hex())
 
 
+def canary_key() -> Any:
+    """A key nothing is ever stored under, to see whether an L2 answers."""
+    return ObjectKey(bytes(32), "kvgate.v1.canary", _RANK, 0, "")
+
+
 @lru_cache(maxsize=256)
 def layout(object_bytes: int) -> Any:
     """The LMCache layout of an opaque object of that many bytes."""

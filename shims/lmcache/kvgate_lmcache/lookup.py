@@ -18,8 +18,8 @@ from typing import Any
 
 from kvgate.storage.backend import ObjectRef
 
+from .adapters import L2Adapter, L2Adapters
 from .clock import Deadline
-from .internals import folder_names
 from .keys import layout, object_key
 
 # An adapter that hangs must not collect unanswered questions without end.
@@ -33,33 +33,38 @@ Answers = list[bool | None]
 class _Question:
     """One lookup task under way at one adapter, for the refs at ``places`` of the call."""
 
-    adapter: Any
+    at: L2Adapter
+    errors_before: int
     task: int
     keys: list[Any]
     places: list[int]
 
-    def answer(self) -> list[bool] | None:
-        """What the adapter has, its locks given back; None: no answer yet."""
-        bitmap = self.adapter.query_lookup_and_lock_result(self.task)
+    def answer(self) -> Answers | None:
+        """What the adapter has, its locks given back; None: no answer yet.
+
+        An operation that failed looks like "nothing there": after an error the adapter's noes count as not known.
+        """
+        bitmap = self.at.adapter.query_lookup_and_lock_result(self.task)
         if bitmap is None:
             return None
         found = [bool(bitmap.test(index)) for index in range(len(self.keys))]
         locked = [key for key, has in zip(self.keys, found, strict=True) if has]
         if locked:
-            self.adapter.submit_unlock(locked)
-        return found
+            self.at.adapter.submit_unlock(locked)
+        no = False if self.at.errors == self.errors_before else None
+        return [has or no for has in found]
 
 
 class L2Lookup:
     """Existence in L2. Questions left unanswered at a deadline are followed up by ``sweep``, so that no lock stays."""
 
-    def __init__(self, adapters: Sequence[Any], on_damage: Callable[[Any, Any], None]) -> None:
+    def __init__(self, adapters: L2Adapters, on_damage: Callable[[Any, Any], None]) -> None:
         """``on_damage(adapter, key)`` is told of files that have the object's name and another length."""
-        self._folders = [(adapter, names) for adapter in adapters if (names := folder_names(adapter)) is not None]
-        self._others = [adapter for adapter in adapters if folder_names(adapter) is None]
+        self._adapters = adapters
         self._on_damage = on_damage
         self._lock = threading.Lock()
         self._abandoned: list[_Question] = []
+        adapters.on_gone(self._forget)
 
     @property
     def abandoned(self) -> int:
@@ -67,21 +72,25 @@ class L2Lookup:
         return len(self._abandoned)
 
     def exists(self, refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
-        """Per ref: some adapter has it, no adapter has it, or None if not every adapter answered in time."""
-        found = self._in_folders(refs, deadline)
+        """Per ref: some adapter has it, no adapter has it, or None if not every adapter could say so in time."""
+        live = self._adapters.live
+        found = self._in_folders(live, refs, deadline)
         asked = [place for place, has in enumerate(found) if has is not True]
-        if not self._others or not asked:
-            return found
-        elsewhere = self._in_others([refs[place] for place in asked], deadline)
-        for place, has in zip(asked, elsewhere, strict=True):
-            found[place] = has if has or found[place] is not None else None
+        servers = [at for at in live if at.folder is None]
+        if servers and asked:
+            elsewhere = self._in_servers(servers, [refs[place] for place in asked], deadline)
+            for place, has in zip(asked, elsewhere, strict=True):
+                found[place] = has if has or found[place] is not None else None
+        if self._adapters.away:
+            found = [has or None for has in found]
         return found
 
     def absent_in_folders(self, refs: Sequence[ObjectRef], deadline: Deadline) -> set[int]:
         """Places of refs that no adapter has, where that can be said without asking a server: all L2s are folders."""
-        if self._others:
+        live = self._adapters.live
+        if any(at.folder is None for at in live):
             return set()
-        return {place for place, has in enumerate(self._in_folders(refs, deadline)) if has is False}
+        return {place for place, has in enumerate(self._in_folders(live, refs, deadline)) if has is False}
 
     def sweep(self) -> bool:
         """Take late answers and give their locks back; whether questions are still open."""
@@ -89,9 +98,16 @@ class L2Lookup:
             self._abandoned = [question for question in self._abandoned if question.answer() is None]
             return bool(self._abandoned)
 
-    def _in_folders(self, refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
+    def _forget(self, gone: L2Adapter) -> None:
+        with self._lock:
+            self._abandoned = [question for question in self._abandoned if question.at is not gone]
+
+    def _in_folders(self, live: Sequence[L2Adapter], refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
         found: Answers = [False] * len(refs)
-        for adapter, (folder, name_of) in self._folders:
+        for at in live:
+            if at.folder is None:
+                continue
+            folder, name_of = at.folder
             for place, ref in enumerate(refs):
                 if found[place]:
                     continue
@@ -109,24 +125,24 @@ class L2Lookup:
                 if size == ref.object_bytes:
                     found[place] = True
                 else:
-                    self._on_damage(adapter, key)
+                    self._on_damage(at.adapter, key)
         return found
 
-    def _in_others(self, refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
+    def _in_servers(self, servers: Sequence[L2Adapter], refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
         if self.abandoned > _MAX_ABANDONED:
             return [None] * len(refs)
-        open_questions = self._ask(refs)
-        found = [False] * len(refs)
+        open_questions = _ask(servers, refs)
+        found: Answers = [False] * len(refs)
         pause = 0
         while open_questions:
             still_open = []
             for question in open_questions:
-                answer = question.answer()
-                if answer is None:
+                answers = question.answer()
+                if answers is None:
                     still_open.append(question)
                     continue
-                for place, has in zip(question.places, answer, strict=True):
-                    found[place] = found[place] or has
+                for place, has in zip(question.places, answers, strict=True):
+                    found[place] = found[place] or (has if found[place] is not None else has or None)
             open_questions = still_open
             if not open_questions or deadline.passed():
                 break
@@ -136,16 +152,18 @@ class L2Lookup:
         if open_questions:
             with self._lock:
                 self._abandoned.extend(open_questions)
-        return [True if has else None if place in unsure else False for place, has in enumerate(found)]
+        return [has or (None if place in unsure else has) for place, has in enumerate(found)]
 
-    def _ask(self, refs: Sequence[ObjectRef]) -> list[_Question]:
-        by_size: dict[int, list[int]] = defaultdict(list)
-        for place, ref in enumerate(refs):
-            by_size[ref.object_bytes].append(place)
-        questions = []
-        for object_bytes, places in by_size.items():
-            keys = [object_key(refs[place]) for place in places]
-            for adapter in self._others:
-                task = adapter.submit_lookup_and_lock_task(keys, {0: layout(object_bytes)})
-                questions.append(_Question(adapter, task, keys, places))
-        return questions
+
+def _ask(servers: Sequence[L2Adapter], refs: Sequence[ObjectRef]) -> list[_Question]:
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for place, ref in enumerate(refs):
+        by_size[ref.object_bytes].append(place)
+    questions = []
+    for object_bytes, places in by_size.items():
+        keys = [object_key(refs[place]) for place in places]
+        for at in servers:
+            errors = at.errors
+            task = at.adapter.submit_lookup_and_lock_task(keys, {0: layout(object_bytes)})
+            questions.append(_Question(at, errors, task, keys, places))
+    return questions

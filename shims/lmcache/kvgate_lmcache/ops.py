@@ -20,6 +20,7 @@ from kvgate.storage.backend import ObjectRef
 from kvgate.storage.lmcache_wire import Grant, ProbeCode, ReserveCode, TierCode
 from kvgate.storage.slots import aligned
 
+from .adapters import L2Adapters
 from .clock import Deadline
 from .deletion import Deletions
 from .fetch import Fetcher
@@ -54,7 +55,8 @@ class _Counters:
 class StorageOps:
     """All operations. Thread-safe; ``fetch``, ``probe_l2``, ``delete`` and ``drain`` may block until their deadline."""
 
-    def __init__(self, manager: Any, internals: Internals, pool_bytes: int) -> None:
+    def __init__(self, manager: Any, internals: Internals, pool_bytes: int, l2_configs: Sequence[tuple[str, Any]]) -> None:
+        """Opens the L2 adapters ``l2_configs`` (type name and LMCache configuration); raises ``HostingError``."""
         self._internals = internals
         self._l1 = internals.l1
         self._pool_bytes = pool_bytes
@@ -64,14 +66,17 @@ class StorageOps:
         self._writes: dict[int, _Write] = {}
         self._writing: set[bytes] = set()
         self._counters = _Counters()
-        self._adapters = [adapter for _, adapter in manager.l2_adapters()]
-        self.has_l2 = bool(self._adapters)
+        self.has_l2 = bool(l2_configs)
         self.watch = L2Watch()
-        self.watch.attach(self._l1, internals.store_controller, self._adapters)
+        self.watch.expected = self.has_l2
+        self.watch.attach(self._l1, internals.store_controller)
+        self._adapters = L2Adapters(manager, l2_configs, lambda live: self.watch.attach_adapter(live.adapter))
+        self._adapters.on_gone(lambda live: self.watch.forget_adapter(live.adapter))
         self._lookup = L2Lookup(self._adapters, self.watch.damaged)
         self._fetcher = Fetcher(manager, self._l1, self._lock, pool_bytes)
         self.deletions = Deletions(self._l1, self._adapters, self._lookup, self.watch, self._fetcher, self._lock)
         self.watch.on_change = self.deletions.kick
+        self._adapters.open()
 
     def reserve(self, refs: Sequence[ObjectRef]) -> list[Grant]:
         """Open a write for each ref: (reservation, offset, GRANTED) or (0, 0, why not)."""
@@ -121,6 +126,8 @@ class StorageOps:
         if not items:
             return [_NOTHING] * len(refs)
         locked = self._fetcher.fetch(items, self._may_fetch, self._make_room, deadline)
+        if self._fetcher.abandoned:
+            self.deletions.kicked.set()
         if not locked:
             return [_NOTHING] * len(refs)
         grants = self._hold([key if key in locked else None for key in keys], TierCode.L2)
@@ -156,6 +163,8 @@ class StorageOps:
         """Existence in L2, one ``ProbeCode`` each. Blocks."""
         codes = {True: ProbeCode.PRESENT, False: ProbeCode.ABSENT, None: ProbeCode.UNKNOWN}
         answers = [codes[found] for found in self._lookup.exists(refs, deadline)]
+        if self._lookup.abandoned:
+            self.deletions.kicked.set()
         with self._lock:
             return bytes(
                 ProbeCode.ABSENT if self.deletions.hides(object_key(ref)) else answer
@@ -168,6 +177,7 @@ class StorageOps:
 
     def drain(self, deadline: Deadline) -> bool:
         """Wait until no object is on its way to L2; False if the deadline came first."""
+        self._adapters.close()
         return self.watch.wait_idle(None, deadline)
 
     def status(self) -> dict[str, int | str]:
@@ -186,7 +196,10 @@ class StorageOps:
             "unknown_releases": self._counters.unknown_releases,
             "unknown_commits": self._counters.unknown_commits,
             "lost_holds": self._counters.lost_holds,
-            "l2_adapters": len(self._adapters),
+            "l2_adapters": self._adapters.configured,
+            "l2_adapters_away": self._adapters.away,
+            "l2_adapter_errors": self._adapters.errors,
+            "l2_adapter_renewals": self._adapters.renewals,
             "l2_pending_objects": self.watch.pending_count(),
             "l2_stored_objects": self.watch.stored_objects,
             "l2_store_failed_objects": self.watch.failed_objects,

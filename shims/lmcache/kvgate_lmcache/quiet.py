@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 import structlog
 
@@ -31,8 +31,18 @@ def quiet_lmcache() -> None:
     threading.excepthook = _log_thread_death
 
 
-def log_to_stderr() -> None:
-    """One JSON object per line on standard error, which the daemon's own log collects."""
+def own_streams() -> BinaryIO:
+    """Take standard output and error for ourselves; the stream of answers to the daemon.
+
+    LMCache's C++ parts print object keys to the one and could fill the other, which nobody reads after the ready line. They
+    get /dev/null; our log (one JSON object per line) and Python's own messages go where standard error went.
+    """
+    answers = os.fdopen(os.dup(1), "wb")
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -41,6 +51,7 @@ def log_to_stderr() -> None:
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+    return answers
 
 
 class _Stripper:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
 
+from kvgate.storage.backend import ObjectRef
 from kvgate.storage.lmcache_wire import (
     Code,
     FrameReader,
@@ -32,6 +34,9 @@ from .ops import StorageOps
 
 _L2_THREADS = 16
 _DELETE_THREADS = 2
+# An L2 that hangs holds this many calls at most; L1 goes on being served. Below the daemon's bound on calls in flight.
+_MAX_WAITING_L2 = 160
+_MAX_WAITING_DELETES = 32
 _RECEIVE_BYTES = 1 << 18
 _SWEEP_BUSY_S = 0.05
 _SWEEP_IDLE_S = 1.0
@@ -40,15 +45,17 @@ _log = structlog.get_logger(__name__)
 
 
 class Server:
-    """Requests of one connection. ``ended`` is set when the daemon has gone or asked to stop; ``drained`` in the latter case."""
+    """Requests of one connection. Sets ``ended`` when the daemon has gone or asked to stop; ``drained`` says it asked."""
 
-    def __init__(self, connection: socket.socket, ops: StorageOps) -> None:
+    def __init__(self, connection: socket.socket, ops: StorageOps, ended: threading.Event) -> None:
         self._connection = connection
         self._ops = ops
+        self.ended = ended
         self._send_lock = threading.Lock()
         self._l2_threads = ThreadPoolExecutor(_L2_THREADS, thread_name_prefix="l2")
         self._delete_threads = ThreadPoolExecutor(_DELETE_THREADS, thread_name_prefix="delete")
-        self.ended = threading.Event()
+        self._waiting: Counter[ThreadPoolExecutor] = Counter()
+        self._waiting_lock = threading.Lock()
         self.drained = False
 
     def start(self) -> None:
@@ -110,13 +117,12 @@ class Server:
             case Op.PROBE:
                 self._probe(request_id, deadline, body)
             case Op.DELETE:
-                refs = decode_refs(body)
-                self._later(self._delete_threads, request_id, op, lambda: self._delete(request_id, refs, deadline))
+                self._delete(request_id, deadline, decode_refs(body))
             case Op.STATUS:
                 self._reply(request_id, self._ops.status())
             case Op.STOP:
                 drain = Deadline(body / 1000)
-                self._later(self._delete_threads, request_id, op, lambda: self._stop(request_id, drain))
+                threading.Thread(target=self._stop, args=(request_id, drain), name="stop", daemon=True).start()
 
     def _acquire(self, request_id: int, deadline: Deadline, body: Any) -> None:
         refs = decode_refs(body)
@@ -131,7 +137,8 @@ class Server:
                 grants[place] = grant
             self._reply(request_id, pack_grants(grants))
 
-        self._later(self._l2_threads, request_id, Op.ACQUIRE, fetch)
+        if not self._later(self._l2_threads, _MAX_WAITING_L2, request_id, Op.ACQUIRE, fetch):
+            self._reply(request_id, pack_grants(grants))
 
     def _probe(self, request_id: int, deadline: Deadline, body: Any) -> None:
         refs = decode_refs(body)
@@ -146,11 +153,16 @@ class Server:
                 answers[place] = answer
             self._reply(request_id, bytes(answers))
 
-        self._later(self._l2_threads, request_id, Op.PROBE, look)
+        if not self._later(self._l2_threads, _MAX_WAITING_L2, request_id, Op.PROBE, look):
+            self._reply(request_id, bytes(answers))
 
-    def _delete(self, request_id: int, refs: Any, deadline: Deadline) -> None:
-        trouble = self._ops.delete(refs, deadline)
-        self._reply(request_id, trouble or None, Code.UNAVAILABLE if trouble else Code.OK)
+    def _delete(self, request_id: int, deadline: Deadline, refs: list[ObjectRef]) -> None:
+        def delete() -> None:
+            trouble = self._ops.delete(refs, deadline)
+            self._reply(request_id, trouble or None, Code.UNAVAILABLE if trouble else Code.OK)
+
+        if not self._later(self._delete_threads, _MAX_WAITING_DELETES, request_id, Op.DELETE, delete):
+            self._reply(request_id, "too many removals are waiting for L2", Code.UNAVAILABLE)
 
     def _stop(self, request_id: int, drain: Deadline) -> None:
         self.drained = True
@@ -159,14 +171,24 @@ class Server:
         self._reply(request_id, None)
         self.ended.set()
 
-    def _later(self, threads: ThreadPoolExecutor, request_id: int, op: Op, work: Callable[[], None]) -> None:
+    def _later(self, threads: ThreadPoolExecutor, limit: int, request_id: int, op: Op, work: Callable[[], None]) -> bool:
+        """Do ``work`` on one of ``threads``; False if ``limit`` calls wait for them already."""
+
         def run() -> None:
             try:
                 work()
             except Exception as error:  # noqa: BLE001  # as in _handle
                 self._failed(request_id, op, error)
+            finally:
+                with self._waiting_lock:
+                    self._waiting[threads] -= 1
 
+        with self._waiting_lock:
+            if self._waiting[threads] >= limit:
+                return False
+            self._waiting[threads] += 1
         threads.submit(run)
+        return True
 
     def _failed(self, request_id: int, op: Op, error: Exception) -> None:
         _log.error("call_failed", op=op.name, error=type(error).__name__)

@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import structlog
 
@@ -33,11 +33,13 @@ from kvgate.storage.lmcache_settings import (
 from kvgate.storage.lmcache_wire import WIRE
 from kvgate.storage.pool import ALIGN_BYTES, unlink_pool
 
+from .build import adapter_configs, adapter_specs, build_manager, own_pool
 from .clock import Deadline
 from .internals import HostingError, Internals, check_version
-from .quiet import log_to_stderr, quiet_lmcache
+from .quiet import own_streams, quiet_lmcache
 
 _ACCEPT_S = 30.0
+_ACCEPT_STEP_S = 0.2
 _CLOSE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
@@ -50,43 +52,42 @@ def main() -> None:
     parser.add_argument("--start-id", required=True, help="names this start; the daemon sends the rest")
     start_id = parser.parse_args().start_id
     os.umask(0o077)
-    log_to_stderr()
+    answers = own_streams()
     try:
         settings = ProcessSettings.from_line(sys.stdin.buffer.readline(MAX_LINE_BYTES + 1))
         if settings.start_id != start_id:
             raise SettingsError("settings of another start")
     except (SettingsError, TypeError) as error:
-        _answer(Ready(WIRE, 0, 0, f"storage process: {error}"))
+        _answer(answers, Ready(WIRE, 0, 0, f"storage process: {error}"))
         sys.exit(2)
     stop = threading.Event()
     _end_with_parent(settings, stop)
     try:
-        _run(settings, stop)
+        _run(settings, stop, answers)
     except HostingError as error:
-        _answer(Ready(WIRE, 0, 0, str(error)))
+        _answer(answers, Ready(WIRE, 0, 0, str(error)))
         _remove_traces(settings)
         sys.exit(1)
 
 
-def _run(settings: ProcessSettings, stop: threading.Event) -> None:
+def _run(settings: ProcessSettings, stop: threading.Event, answers: BinaryIO) -> None:
     check_version()
+    specs = adapter_specs(settings)
     quiet_lmcache()
-    from .build import build_manager, own_pool
-
+    l2_configs = adapter_configs(specs)
     manager = build_manager(settings)
     internals = Internals(manager)
     pool_fd = own_pool(settings, internals)
     from .ops import StorageOps
 
-    ops = StorageOps(manager, internals, settings.pool_bytes)
+    ops = StorageOps(manager, internals, settings.pool_bytes, l2_configs)
     gc.collect()
     gc.freeze()  # torch's and LMCache's modules need no look at every collection
-    connection = _accept(settings)
+    connection = _accept(settings, stop, answers)
     if connection is not None and not stop.is_set():
         from .server import Server
 
-        server = Server(connection, ops)
-        server.ended = stop
+        server = Server(connection, ops, stop)
         server.start()
         stop.wait()
         if not server.drained:
@@ -110,7 +111,7 @@ def _end_with_parent(settings: ProcessSettings, stop: threading.Event) -> None:
         sys.exit(0)  # it died before the line above
 
 
-def _accept(settings: ProcessSettings) -> socket.socket | None:
+def _accept(settings: ProcessSettings, stop: threading.Event, answers: BinaryIO) -> socket.socket | None:
     """Listen, say so, and take the daemon's connection; the socket's name is gone before anyone else could use it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
@@ -118,15 +119,12 @@ def _accept(settings: ProcessSettings) -> socket.socket | None:
         except OSError as error:
             raise HostingError(f"cannot listen on the private socket: {error.strerror}") from error
         listener.listen(1)
-        listener.settimeout(_ACCEPT_S)
-        _answer(Ready(WIRE, settings.pool_bytes, ALIGN_BYTES, ""))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            _log.error("daemon_did_not_connect")
-            return None
-        finally:
-            Path(settings.socket_path).unlink(missing_ok=True)
+        listener.settimeout(_ACCEPT_STEP_S)
+        _answer(answers, Ready(WIRE, settings.pool_bytes, ALIGN_BYTES, ""))
+        connection = _first_connection(listener, stop)
+        Path(settings.socket_path).unlink(missing_ok=True)
+    if connection is None:
+        return None
     peer_pid, peer_uid, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
@@ -136,6 +134,17 @@ def _accept(settings: ProcessSettings) -> socket.socket | None:
         return None
     connection.setblocking(True)
     return connection
+
+
+def _first_connection(listener: socket.socket, stop: threading.Event) -> socket.socket | None:
+    patience = Deadline(_ACCEPT_S)
+    while not stop.is_set() and not patience.passed():
+        try:
+            return listener.accept()[0]
+        except TimeoutError:
+            continue
+    _log.error("daemon_did_not_connect")
+    return None
 
 
 def _close(manager: Any) -> None:
@@ -155,10 +164,10 @@ def _remove_traces(settings: ProcessSettings) -> None:
             shutil.rmtree(Path(folder) / (TMP_PREFIX + settings.start_id), ignore_errors=True)
 
 
-def _answer(ready: Ready) -> None:
+def _answer(answers: BinaryIO, ready: Ready) -> None:
     with contextlib.suppress(BrokenPipeError):  # the daemon has gone; the signal says so too
-        sys.stdout.buffer.write(ready.to_line())
-        sys.stdout.buffer.flush()
+        answers.write(ready.to_line())
+        answers.flush()
 
 
 if __name__ == "__main__":

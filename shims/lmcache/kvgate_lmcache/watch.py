@@ -30,19 +30,18 @@ class L2Watch(L1ManagerListener):
         self._changed = threading.Condition()
         self._queued: Counter[Any] = Counter()  # committed, not yet handed to an adapter
         self._storing: Counter[Any] = Counter()  # handed to an adapter, no answer yet
-        self._stores: dict[tuple[int, int], list[Any]] = {}
-        self._loads: dict[tuple[int, int], list[Any]] = {}
+        self._stores: dict[Any, dict[int, list[Any]]] = {}
         self._damaged: deque[tuple[Any, Any]] = deque(maxlen=_MAX_DAMAGED)
-        self._has_l2 = False
         self._next_log = Deadline(0.0)
+        self.expected = True  # whether objects are meant to reach an L2
         self.stored_objects = 0
         self.failed_objects = 0
         self.lost_objects = 0
         self.load_failed_objects = 0
         self.on_change: Callable[[], None] = lambda: None
 
-    def attach(self, l1: Any, store_controller: Any, adapters: Iterable[Any]) -> None:
-        """Start watching. Before the first commit, or pending stores are missed."""
+    def attach(self, l1: Any, store_controller: Any) -> None:
+        """Start watching commits. Before the first one, or pending stores are missed."""
         l1.register_listener(self)
         process = store_controller._process_new_keys
 
@@ -53,10 +52,24 @@ class L2Watch(L1ManagerListener):
                 self._taken(keys)
 
         store_controller._process_new_keys = process_and_tell
-        for adapter in adapters:
-            self._has_l2 = True
-            self._watch_stores(adapter)
-            self._watch_loads(adapter)
+
+    def attach_adapter(self, adapter: Any) -> None:
+        """Watch one more adapter."""
+        self._stores[adapter] = {}
+        self._watch_stores(adapter, self._stores[adapter])
+        self._watch_loads(adapter)
+
+    def forget_adapter(self, adapter: Any) -> None:
+        """The adapter was taken out: what it was still given to store has failed."""
+        with self._changed:
+            tasks = self._stores.pop(adapter, {})
+            keys = [key for task in tasks.values() for key in task]
+            tasks.clear()  # a late answer changes nothing
+            _subtract(self._storing, keys)
+            self.failed_objects += len(keys)
+            self._changed.notify_all()
+        self._tell("l2_store_failed", len(keys))
+        self.on_change()
 
     def pending(self, key: Any) -> bool:
         """Whether a committed object is still on its way to L2."""
@@ -103,9 +116,8 @@ class L2Watch(L1ManagerListener):
 
     def on_l1_keys_write_finished(self, keys: list[Any]) -> None:
         """A commit: the store controller will hear of these keys too."""
-        if self._has_l2:
-            with self._changed:
-                self._queued.update(keys)
+        with self._changed:
+            self._queued.update(keys)
 
     def on_l1_keys_reserved_read(self, keys: list[Any]) -> None:
         """Not watched."""
@@ -128,20 +140,20 @@ class L2Watch(L1ManagerListener):
     def _taken(self, keys: list[Any]) -> None:
         with self._changed:
             _subtract(self._queued, keys)
-            # Evicted before the controller could read them: committed, and never in L2.
-            lost = sum(key not in self._storing for key in keys)
+            # Evicted before the controller could read them, or no adapter was there: committed, and never in L2.
+            lost = sum(key not in self._storing for key in keys) if self.expected else 0
             self.lost_objects += lost
             self._changed.notify_all()
         self._tell("l2_store_lost", lost)
         self.on_change()
 
-    def _watch_stores(self, adapter: Any) -> None:
+    def _watch_stores(self, adapter: Any, stores: dict[int, list[Any]]) -> None:
         submit, pop = adapter.submit_store_task, adapter.pop_completed_store_tasks
 
         def submit_and_note(keys: list[Any], objects: list[Any]) -> int:
             task: int = submit(keys, objects)
             with self._changed:
-                self._stores[id(adapter), task] = list(keys)
+                stores[task] = list(keys)
                 self._storing.update(keys)
             return task
 
@@ -150,7 +162,7 @@ class L2Watch(L1ManagerListener):
             failed = 0
             with self._changed:
                 for task, result in completed.items():
-                    keys = self._stores.pop((id(adapter), task), [])
+                    keys = stores.pop(task, [])
                     _subtract(self._storing, keys)
                     if result.is_successful():
                         self.stored_objects += len(keys)
@@ -167,11 +179,12 @@ class L2Watch(L1ManagerListener):
 
     def _watch_loads(self, adapter: Any) -> None:
         submit, query = adapter.submit_load_task, adapter.query_load_result
+        loads: dict[int, list[Any]] = {}
 
         def submit_and_note(keys: list[Any], objects: list[Any]) -> int:
             task: int = submit(keys, objects)
             with self._changed:
-                self._loads[id(adapter), task] = list(keys)
+                loads[task] = list(keys)
             return task
 
         def query_and_note(task: int) -> Any:
@@ -179,7 +192,7 @@ class L2Watch(L1ManagerListener):
             if result is None:
                 return None
             with self._changed:
-                keys = self._loads.pop((id(adapter), task), [])
+                keys = loads.pop(task, [])
                 failed = [key for index, key in enumerate(keys) if not result.test(index)]
                 self.load_failed_objects += len(failed)
                 self._damaged.extend((adapter, key) for key in failed)
