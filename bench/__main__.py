@@ -91,7 +91,7 @@ def measure(cases: list[Case], env: Env, progress: Progress, run: Run) -> list[O
         except Exception as error:  # noqa: BLE001  # whatever broke one case is shown, and the exit status tells
             progress.end()
             traceback.print_exc()
-            outcomes.append(Outcome(case, note=f"{type(error).__name__}: {error}", broken=True))
+            outcomes.append(Outcome(case, note=f"{type(error).__name__}: {error}".splitlines()[0], broken=True))
         if index + 1 == len(cases) or cases[index + 1].family != case.family:
             env.end_family()
     progress.end()

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from bench.cases import Budget, Case, Env, Skipped
@@ -29,8 +30,9 @@ _HASHER: Final = ROOT / "bench" / "vllm_blocks.py"
 class VllmHasher:
     """vLLM's block hashing in a process of its own environment; each call hashes the prompt once and gives its seconds."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
+        self._log = log
         self.version = self._answer()
 
     def seconds(self, block_tokens: int) -> float:
@@ -46,23 +48,27 @@ class VllmHasher:
         for line in self._process.stdout:
             if line.startswith(ANSWER):
                 return line.removeprefix(ANSWER).strip()
-        raise RuntimeError(f"vLLM's half ended with status {self._process.wait(10)}")
+        tail = self._log.read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"vLLM's half ended with status {self._process.wait(10)}:\n{tail}")
 
 
 @contextmanager
-def vllm_hasher(_env: Env) -> Iterator[VllmHasher]:
+def vllm_hasher(env: Env) -> Iterator[VllmHasher]:
     """Start vLLM's half. Raises ``Skipped`` where vLLM's environment is missing."""
     if not _VLLM_PYTHON.exists():
         raise Skipped("no peer: the vLLM environment is missing (make env-vllm)")
-    process = subprocess.Popen(
-        [_VLLM_PYTHON, _HASHER, str(PROMPT_TOKENS), str(VOCABULARY), str(SEED)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    log = env.folder / "vllm.log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            # -P: the folder of this script is no place to import from, vLLM looks for a package called kernels.
+            [_VLLM_PYTHON, "-P", _HASHER, str(PROMPT_TOKENS), str(VOCABULARY), str(SEED)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
     try:
-        yield VllmHasher(process)
+        yield VllmHasher(process, log)
     finally:
         assert process.stdin is not None, "made with pipes"
         process.stdin.close()

@@ -114,13 +114,13 @@ class Client:
         if type(self.context).__name__ != "EngineDrivenContextShm":
             raise RuntimeError("LMCache's client did not get its shared memory")
 
-    def key(self, tokens: tuple[int, ...], request: str, worker: int | None) -> Any:
+    def key(self, tokens: tuple[int, ...], request: str, worker: int | None, model: str = "") -> Any:
         """LMCache's key of a request; ``worker`` None is the scheduler."""
-        return self._key_type(self._model, 1, worker, tokens, 0, len(tokens), request, "", None, 1)
+        return self._key_type(model or self._model, 1, worker, tokens, 0, len(tokens), request, "", None, 1)
 
-    def lookup(self, tokens: tuple[int, ...], request: str) -> int:
+    def lookup(self, tokens: tuple[int, ...], request: str, model: str = "") -> int:
         """lookup + wait: how many chunks are there, read-locked now."""
-        self._wire.lookup(self.key(tokens, request, None), 1).result(timeout=CALL_S)
+        self._wire.lookup(self.key(tokens, request, None, model), 1).result(timeout=CALL_S)
         return int(self._wire.wait_prefetch_status(request, 10.0).result(timeout=CALL_S) or 0)
 
     def unlock(self, tokens: tuple[int, ...], request: str) -> None:
@@ -155,17 +155,66 @@ class Client:
         if not self.context.commit_retrieve(key, self.instance):
             raise RuntimeError("LMCache lost its read locks")
 
+    def paged(self, geometry: Geometry, blocks: int, block_tokens: int) -> Paged:
+        """LMCache's own worker with pages of its own, as its vLLM connector has it."""
+        return Paged(self, self._wire, f"{self._model}/paged", geometry, blocks, block_tokens)
+
     def touch_pool(self) -> None:
         """Map every page of the pool into this process now, so that no timed copy pays for it."""
-        buffer = self.context._shm_buffer
-        for at in range(0, len(buffer), 4096):
-            buffer[at]
+        touch(self.context)
 
     def close(self) -> None:
         """Unregister and disconnect."""
         self._wire.unregister_kv_cache_engine_driven_context(self.instance).result(timeout=CALL_S)
         self.context.close()
         self._wire.close()
+
+
+def touch(context: Any) -> None:
+    """Map every page of the pool that an engine-driven context has mapped."""
+    buffer = context._shm_buffer
+    for at in range(0, len(buffer), 4096):
+        buffer[at]
+
+
+class Paged:
+    """LMCache's transfer context over pages ``[2, block, token, head, dim]``: its own gather and scatter are part of it."""
+
+    def __init__(self, owner: Client, wire: Any, model: str, geometry: Geometry, blocks: int, block_tokens: int) -> None:
+        import torch
+        from lmcache.v1.multiprocess.transfer_context.worker_transfer import create_transfer_context
+
+        self._owner = owner
+        self.model = model
+        self._blocks_in_chunk = CHUNK_TOKENS // block_tokens
+        shape = (2, blocks, block_tokens, geometry.kv_heads, geometry.head_dim)
+        self._pages = {f"layer.{n}": torch.randn(shape).to(torch.bfloat16) for n in range(geometry.layers)}
+        self._context: Any = create_transfer_context(
+            self._pages, instance_id=owner.instance + 1, req_client=wire, mode="engine_driven"
+        )
+        self._context.register(self._pages, model, 1, self._blocks_in_chunk, CALL_S, layout_hints={"kv_layout": "NHD"})
+        touch(self._context.engine_driven_context)
+
+    def store(self, tokens: tuple[int, ...], request: str, table: list[int]) -> None:
+        """prepare → gather into the slots → commit. Raises ``PoolFull``."""
+        key = self._owner.key(tokens, request, 0, self.model)
+        done = self._context.submit_store(request, key, self._pages, [table], None, self._blocks_in_chunk)
+        if not done.result(timeout=CALL_S):
+            raise PoolFull
+
+    def load(self, tokens: tuple[int, ...], request: str, table: list[int]) -> None:
+        """lookup → wait → prepare → scatter → commit."""
+        if self._owner.lookup(tokens, request, self.model) * self._blocks_in_chunk != len(table):
+            raise PoolFull
+        key = self._owner.key(tokens, request, 0, self.model)
+        done = self._context.submit_retrieve(request, key, self._pages, [table], None, self._blocks_in_chunk)
+        if not done.result(timeout=CALL_S):
+            raise RuntimeError("LMCache did not retrieve every chunk")
+
+    def close(self) -> None:
+        """Unregister and unmap."""
+        self._context.unregister().result(timeout=CALL_S)
+        self._context.close()
 
 
 @contextmanager

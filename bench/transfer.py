@@ -18,7 +18,6 @@ from bench.limits import CopyLimit
 from bench.lookup import prompt
 from bench.measure import Samples, Timed, gigabytes_per_second, interleave
 from kvgate.client.pools import PoolMappings
-from kvgate.contract.digests import DIGEST_BYTES
 from kvgate.protocol.messages import (
     Acquire,
     Acquired,
@@ -245,22 +244,68 @@ def peer_load(pair: Both, theirs: peer.Client) -> Timed:
     return one
 
 
-def transfer(env: Env, geometry: Geometry, *, store: bool, digest: bool) -> Samples:
-    """One direction, one size."""
-    assert len(ANY_DIGEST) == DIGEST_BYTES, "a stand-in of the right length"
+@contextmanager
+def paged_peer(env: Env) -> Iterator[tuple[peer.Paged, list[list[int]]]]:
+    """LMCache's worker with pages of the large geometry, and two tables of blocks in no order."""
+    pair = env.shared(f"both-{LARGE}", both(LARGE))
+    if pair.theirs is None:
+        raise Skipped(pair.note)
+    half = CHUNKS * CHUNK_TOKENS // BLOCK_TOKENS
+    order = random.Random(1).sample(range(1, 2 * half + 1), 2 * half)  # block 0 is vLLM's null block
+    made = pair.theirs.paged(LARGE, 2 * half + 1, BLOCK_TOKENS)
+    try:
+        yield made, [order[:half], order[half:]]
+    finally:
+        made.close()
+
+
+def peer_pages(env: Env, pair: Both, *, store: bool) -> Timed:
+    """What LMCache's own worker does from pages and back."""
+    theirs, (source, target) = env.shared("paged", paged_peer)
+    owner = pair.theirs
+    assert owner is not None, "paged_peer has looked"
+
+    def one() -> float:
+        for _ in range(FULL_TRIES):
+            tokens, request = tuple(prompt(CHUNKS * CHUNK_TOKENS, number := next(pair.prompts))), f"paged-{number}"
+            try:
+                begin = time.perf_counter()
+                theirs.store(tokens, request, source)
+                stored = time.perf_counter()
+                owner.end(request)
+                if store:
+                    return stored - begin
+                begin = time.perf_counter()
+                theirs.load(tokens, f"{request}-load", target)
+                loaded = time.perf_counter()
+                owner.end(f"{request}-load")
+            except peer.PoolFull:
+                time.sleep(FULL_S)
+            else:
+                return loaded - begin
+        raise RuntimeError("LMCache's pool stayed full")
+
+    return one
+
+
+def transfer(env: Env, geometry: Geometry, *, store: bool, digest: bool, paged: bool = False) -> Samples:
+    """One direction, one size; ``paged``: the peer moves from and to pages, as we do."""
     pair = env.shared(f"both-{geometry}", both(geometry))
     sides = {"ours": (our_store if store else our_load)(pair, digest=digest)}
-    if pair.theirs is not None:
+    if paged:
+        sides["peer"] = peer_pages(env, pair, store=store)
+    elif pair.theirs is not None:
         sides["peer"] = (peer_store if store else peer_load)(pair, pair.theirs)
     plan = env.plan(runs=15, repeats=3 if geometry is LARGE else 10, warmup=1)
     with CopyLimit(CHUNKS, geometry.chunk_bytes, LIMIT_BYTES, out=store, hashed=digest) as limit:
         sides["limit"] = limit.best()
         taken = interleave(sides, runs=plan.runs, repeats=plan.repeats, warmup=plan.warmup, step=env.stepper(plan.runs))
     speed = partial(gigabytes_per_second, CHUNKS * geometry.chunk_bytes)
+    moves = "its own worker from and to pages" if paged else "contiguous copy"
     return Samples(
         ours=speed(taken["ours"]),
         smaller_is_better=False,
-        peer=peer.name("engine-driven, shared memory, contiguous copy, no digest") if "peer" in taken else "",
+        peer=peer.name(f"engine-driven, shared memory, {moves}, no digest") if "peer" in taken else "",
         peers=speed(taken.get("peer", ())),
         limits=speed(taken["limit"]),
         note=pair.note,
@@ -283,7 +328,20 @@ def _cases(geometry: Geometry, suffix: str, size: str, *, budget: bool) -> Itera
             )
 
 
+def _paged_cases() -> Iterator[Case]:
+    for store, direction in ((True, "store"), (False, "load")):
+        yield Case(
+            name=f"{direction}.raw.pages",
+            family="transfer",
+            what="the same, against LMCache's own worker that gathers and scatters pages too",
+            unit="GB/s",
+            run=partial(transfer, geometry=LARGE, store=store, digest=False, paged=True),
+            limit="memcpy, best of one and all cores",
+        )
+
+
 CASES: Final = (
     *_cases(LARGE, "", "8 MiB", budget=True),
+    *_paged_cases(),
     *_cases(SMALL, ".1mib", "1 MiB", budget=False),
 )
