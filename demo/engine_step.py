@@ -84,6 +84,7 @@ def _generate(llm: Any, prompt: list[int], max_tokens: int, adapter: Any, salt: 
     return {
         "tokens": len(prompt),
         "restored": report.get("restored_tokens", 0),
+        "reference": report.get("reference", ""),
         "cached": output.num_cached_tokens,
         "ttft_ms": first_s * 1000,
         "text": output.outputs[0].text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -51,6 +52,18 @@ class Gateway:
                 raise DemoError(f"the gateway did not start; its log:\n{self.log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.05)
         return time.monotonic() - started
+
+    def reasons(self, reference: str) -> list[str]:
+        """Why the request of this reference missed, as the operator sees it; empty where nothing is known of it."""
+        if not reference:
+            return []
+        done = subprocess.run(
+            [KVGATE, "explain", reference, "--json", "--state-dir", self.state_dir],
+            stdout=subprocess.PIPE,
+            timeout=STOP_S,
+            check=False,
+        )
+        return [str(reason) for miss in json.loads(done.stdout or "[]") for reason in miss["reasons"]]
 
     def stop(self) -> None:
         """Stop it as Ctrl-C would, and wait until it is gone."""

@@ -69,8 +69,14 @@ def changed_weights(folder: Path) -> Path:
 class Report:
     """Prints one line a fact, and remembers whether all were as they must be."""
 
-    def __init__(self) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self.good = True
+        self._gateway = gateway
+
+    def miss(self, what: str, answer: dict[str, Any], reason: str, right: bool) -> None:
+        """A request that must miss, and for this one reason, as the running gateway explains it."""
+        found = self._gateway.reasons(answer["reference"])
+        self.line(what, answer, f"miss because of: {', '.join(found) or 'not explained'}", right and found == [reason])
 
     def line(self, what: str, answer: dict[str, Any], wanted: str, right: bool) -> None:
         """One request: what was computed and restored, how soon the first token came, and whether that is right."""
@@ -85,7 +91,8 @@ class Report:
 
 def run(folder: Path) -> bool:
     """All of it, in ``folder``."""
-    gateway, report = Gateway(folder), Report()
+    gateway = Gateway(folder)
+    report = Report(gateway)
     adapter_path = str(folder / "adapters" / "tuned")
     kjv = {"adapter": str(MODEL / "adapters" / "kjv"), "adapter_path": adapter_path}
     other = {"adapter": str(MODEL / "adapters" / "python"), "adapter_path": adapter_path, "reload": True}
@@ -95,7 +102,7 @@ def run(folder: Path) -> bool:
         print("Compute and store")
         print(f"  … gateway and LMCache are up after {gateway.start():.1f} s", flush=True)
         (stored,) = engine(folder, "first engine", [{}], endpoint=gateway.endpoint)
-        report.line("first run", stored, "nothing to restore yet", stored["restored"] == 0 and stored["text"] == plain["text"])
+        report.miss("first run", stored, "absent", stored["restored"] == 0 and stored["text"] == plain["text"])
 
         gateway.stop()
         print("vLLM, gateway and LMCache are stopped and started again")
@@ -107,17 +114,17 @@ def run(folder: Path) -> bool:
         same = restored["token_ids"] == stored["token_ids"]
         report.line("same prompt, after the restart", restored, "same text", restored["restored"] == whole and same)
         print("The same tokens, but not the same KV: each must miss")
-        report.line("adapter kjv", tuned, "miss", tuned["cached"] == 0 and tuned["text"] != plain["text"])
+        report.miss("adapter kjv", tuned, "adapter", tuned["cached"] == 0 and tuned["text"] != plain["text"])
         right = reloaded["cached"] == 0 and reloaded["text"] == plain_other["text"] != tuned["text"]
-        report.line("other adapter, reloaded under that name and path", reloaded, "miss, right text", right)
-        report.line("another cache salt", salted, "miss", salted["cached"] == 0 and salted["text"] == plain["text"])
+        report.miss("other adapter, reloaded under that name and path", reloaded, "adapter", right)
+        report.miss("another cache salt", salted, "scope", salted["cached"] == 0 and salted["text"] == plain["text"])
         (changed,) = engine(
             folder, "engine with one weight bit changed", [{}], endpoint=gateway.endpoint, model=changed_weights(folder)
         )
-        report.line("changed base weight file", changed, "miss", changed["cached"] == 0)
+        report.miss("changed base weight file", changed, "base", changed["cached"] == 0)
         theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 10001.0}}
         (turned,) = engine(folder, "engine with another RoPE theta", [{}], endpoint=gateway.endpoint, overrides=theta)
-        report.line("changed RoPE theta", turned, "miss", turned["cached"] == 0)
+        report.miss("changed RoPE theta", turned, "rope", turned["cached"] == 0)
         print(f"\nGreedy text, computed:  {stored['text']!r}\nGreedy text, restored:  {restored['text']!r}")
     finally:
         gateway.stop()

@@ -186,6 +186,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
         base.execute("PRAGMA journal_mode = WAL")
         base.execute("PRAGMA synchronous = NORMAL")
         base.execute("PRAGMA journal_size_limit = 8388608")
+        base.execute("PRAGMA cache_size = -16384")  # KiB
         if fresh:
             base.executescript(_TABLES)
         _check(base)
