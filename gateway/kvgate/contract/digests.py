@@ -21,6 +21,9 @@ SCHEMAS: Final = range(1, SCHEMA + 1)
 class Kind(Enum):
     """What a digest is of. The value is part of the context string: never change or reuse one."""
 
+    # Enum hashes names in Python; this is looked up for every digest. Members are singletons.
+    __hash__ = object.__hash__
+
     ARTIFACT_SET = "artifact set"
     ARCHITECTURE = "architecture"
     ROPE = "rope"

@@ -9,6 +9,7 @@ from kvgate.contract.encoding import encode
 from kvgate.contract.model import ModelContract, Numerics
 from kvgate.contract.plan import PartitionPlan
 from kvgate.contract.representation import Representation
+from kvgate.storage.envelope import ENVELOPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def _same_split(numerics: Numerics, plan: PartitionPlan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """A representation and a plan with their digests."""
+    """A representation and a plan with their digests; ``object_bytes`` of each rectangle's stored object, envelope included."""
 
     representation: Representation
     plan: PartitionPlan
@@ -59,6 +60,7 @@ class StoredForm:
     layout: bytes
     codec: bytes
     plan_digest: bytes
+    object_bytes: tuple[int, ...]
 
     @classmethod
     def of(cls, representation: Representation, plan: PartitionPlan) -> StoredForm:
@@ -70,4 +72,5 @@ class StoredForm:
             representation.layout_digest(),
             representation.codec_digest(),
             plan.digest(),
+            tuple(ENVELOPE_BYTES + representation.payload_bytes(rectangle) for rectangle in plan.rectangles),
         )

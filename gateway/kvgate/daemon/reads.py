@@ -173,7 +173,8 @@ class Reads:
     async def _acquire_batch(self, lease: Lease, first: int, last: int, deadline_s: float) -> int:
         last = next((index for index in range(first, last) if index in lease.held and not lease.usable(index)), last)
         wanted = [index for index in range(first, last) if index not in lease.held]
-        refs = [ref for index in wanted for ref in self._refs(lease, index)]
+        asked = [self._refs(lease, index) for index in wanted]
+        refs = [ref for row in asked for ref in row]
         generation = self._pool.generation
         got = await self._backend.acquire(refs, deadline_s) if refs else []
         wide = lease.rectangles
@@ -182,7 +183,7 @@ class Reads:
         for at, index in enumerate(wanted):
             holds = got[at * wide : (at + 1) * wide]
             usable = index < broken and not lease.released and generation == self._pool.generation
-            digests = self._vouched(lease, index, holds) if usable else None
+            digests = self._vouched(lease, index, asked[at], holds) if usable else None
             if digests is None:
                 broken = min(broken, index)
                 spare.extend(hold for hold in holds if hold is not None)
@@ -193,10 +194,10 @@ class Reads:
         await self._give_back([hold.hold for hold in spare])
         return broken
 
-    def _vouched(self, lease: Lease, index: int, holds: list[Held | None]) -> tuple[bytes, ...] | None:
+    def _vouched(self, lease: Lease, index: int, refs: list[ObjectRef], holds: list[Held | None]) -> tuple[bytes, ...] | None:
         """The payload digests of one chunk's shards where all are there and all envelopes are good; None is a miss."""
         digests = []
-        for rectangle, (hold, ref) in enumerate(zip(holds, self._refs(lease, index), strict=True)):
+        for rectangle, (hold, ref) in enumerate(zip(holds, refs, strict=True)):
             if hold is None:
                 self._presence.discard(lease.chunks[index], rectangle)
                 return None
@@ -342,10 +343,6 @@ def shard_refs(registration: Registration, chunk: bytes) -> list[ObjectRef]:
     """The stored objects of one chunk, one a rectangle of the plan, in the plan's order."""
     form = registration.form
     return [
-        ObjectRef(
-            shard_address(chunk, rectangle),
-            ENVELOPE_BYTES + form.representation.payload_bytes(rectangle),
-            registration.domain,
-        )
-        for rectangle in form.plan.rectangles
+        ObjectRef(shard_address(chunk, rectangle), object_bytes, registration.domain)
+        for rectangle, object_bytes in zip(form.plan.rectangles, form.object_bytes, strict=True)
     ]

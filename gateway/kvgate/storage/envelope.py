@@ -13,7 +13,6 @@ from typing import Final
 from kvgate.contract import specs
 from kvgate.contract.decoding import decode
 from kvgate.contract.digests import SCHEMAS, keyed
-from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import Record, frozen
 
@@ -59,7 +58,7 @@ class Envelope(Record):
 
 def seal(key: bytes, envelope: Envelope) -> bytes:
     """The 4,096 header bytes of ``envelope``; ``key`` is the deployment's envelope key."""
-    body = encode(envelope.components.to_value())
+    body = envelope.components.encode()
     if len(body) > MAX_CBOR_BYTES:
         raise ContractError("components", "do not fit the envelope", f"at most {MAX_CBOR_BYTES} bytes")
     fixed = _FIXED.pack(MAGIC, envelope.schema, 0, len(body), envelope.address, envelope.payload_bytes, envelope.payload_digest)
