@@ -19,6 +19,7 @@ from kvgate_kernels.gpu_plan import (
     GATHER_SIGNATURE,
     LINE_BYTES,
     RAW_SIGNATURE,
+    SMALL_BYTES,
     THREADS,
     NoKernel,
     arguments,
@@ -147,7 +148,8 @@ class GpuKernels:
         self._code = code
         self._pages = pages
         self._payload = payload
-        self._plans = {pack: make_plan(pages, payload, pack) for pack in (True, False)}
+        ways = [(pack, small) for pack in (True, False) for small in (True, False)]
+        self._plans = {way: make_plan(pages, payload, pack=way[0], small=way[1]) for way in ways}
         self._addresses = torch.tensor(pages.addresses, dtype=torch.int64, device=pages.device)
 
     def tables(self, moves: Sequence[CheckedMove], payloads: Sequence[int]) -> torch.Tensor:
@@ -175,7 +177,7 @@ class GpuKernels:
             skips + 4 * (total + first),
         )
         kernel = self._code.kernels[kernel_name(self._payload, pack)]
-        plan = self._plans[pack]
+        plan = self._plans[pack, count * self._payload.payload_bytes < SMALL_BYTES]
         grid = plan.grid(blocks, self._payload.layers, count)
         kernel.launch(grid, THREADS, stream, arguments(plan, self._pages, self._payload, addresses))
 
@@ -185,8 +187,9 @@ class GpuKernels:
         cosines, sines = (rotation.cosines.data_ptr(), rotation.sines.data_ptr()) if rotation else (0, 0)
         tables = (self._addresses.data_ptr(), payloads.data_ptr(), slots.data_ptr(), cosines, sines)
         rotary_dim = 2 * rotation.cosines.shape[-1] if rotation else 0
-        grid, values = gather_arguments(self._pages, self._payload, tables, rotary_dim)
-        style = "interleaved" if rotation and rotation.interleaved else "neox"
+        interleaved = rotation is not None and rotation.interleaved
+        grid, values = gather_arguments(self._pages, self._payload, tables, rotary_dim, interleaved)
+        style = "interleaved" if interleaved else "neox"
         name = f"gather_{_kind(self._payload.dtype)}_{style}"
         self._code.kernels[name].launch((*grid, slots.shape[0]), THREADS, stream, values)
 

@@ -15,6 +15,11 @@ PACK_TILE_BYTES = 32 << 10
 UNPACK_TILE_BYTES = 64 << 10
 """About what one thread block moves: raw, k16v8 packing, k16v8 unpacking. Chosen by measurement (docs/kernels.md)."""
 
+SMALL_BYTES = 256 << 20
+RAW_SMALL_TILE_BYTES = 8 << 10
+CODED_SMALL_TILE_BYTES = 16 << 10
+"""Batches of less than SMALL_BYTES get smaller tiles, so that there are thread blocks for several rounds of the whole device."""
+
 
 class NoKernel(Exception):
     """These pages have a layout that the GPU kernels know, but sizes or addresses that they cannot move; the message says which."""
@@ -88,8 +93,14 @@ def _check(pages: PageSet, payload: PayloadGeometry, row_bytes: int, lines: int,
         raise NoKernel(f"payload layers of {payload.layer_bytes} bytes are no multiple of {LINE_BYTES}")
 
 
-def make_plan(pages: PageSet, payload: PayloadGeometry, pack: bool) -> Plan:
-    """The plan for one direction; ``NoKernel`` if there is none.
+def _tile_bytes(coded: bool, pack: bool, small: bool) -> int:
+    if coded:
+        return CODED_SMALL_TILE_BYTES if small else PACK_TILE_BYTES if pack else UNPACK_TILE_BYTES
+    return RAW_SMALL_TILE_BYTES if small else RAW_TILE_BYTES
+
+
+def make_plan(pages: PageSet, payload: PayloadGeometry, *, pack: bool, small: bool) -> Plan:
+    """The plan for one direction and size of batch; ``NoKernel`` if there is none.
 
     Rows of a tile count in payload order. Packing goes through one chunk's layers before the next chunk; unpacking goes through
     all chunks' first layer first, so that writes to one layer's scattered pages meet in time.
@@ -98,7 +109,7 @@ def make_plan(pages: PageSet, payload: PayloadGeometry, pack: bool) -> Plan:
     row = geometry.head_dim * geometry.element_bytes
     tokens = payload.chunk_tokens
     coded = payload.codec is not Codec.RAW
-    tile_bytes = (PACK_TILE_BYTES if pack else UNPACK_TILE_BYTES) if coded else RAW_TILE_BYTES
+    tile_bytes = _tile_bytes(coded, pack, small)
     heads = _group_heads(pages, row, tile_bytes)
     groups = geometry.kv_heads // heads
     parts = _parts(pages, heads * geometry.components * row, tile_bytes)
@@ -152,41 +163,27 @@ RAW_SIGNATURE = "qqqq" + "qqq" + "iiiqiiii" + "iii" + "iiii" + "qqq" + "iii" + "
 CODED_SIGNATURE = "qqqqq" + "qqqqq" + "iiiqiiii" + "iiiii" + "ii" + "qq" + "ii" + "ii"
 
 
-def arguments(
-    plan: Plan,
-    pages: PageSet,
-    payload: PayloadGeometry,
-    tables: tuple[int, int, int, int, int],
-) -> tuple[int, ...]:
-    """A launch's arguments. tables: device addresses of page addresses, payload addresses, block ids, skipped blocks and faults."""
+def argument_tail(plan: Plan, pages: PageSet, payload: PayloadGeometry) -> tuple[int, ...]:
+    """A launch's arguments behind the device addresses of its tables (``table_count`` of them)."""
     strides = pages.strides
     blocks = payload.blocks(pages.geometry.block_tokens)
-    group_page = plan.group_heads * strides.head
-    if plan.coded:
-        return (
-            *tables,
-            strides.block,
-            group_page,
-            payload.layer_bytes,
-            strides.component,
-            payload.rows,
-            blocks,
-            plan.groups,
-            *plan.head,
-            *plan.coded_tail,
-            int(plan.moves_outside),
-        )
+    coded = (strides.component, payload.rows) if plan.coded else ()
     return (
-        *tables[:4],
         strides.block,
-        group_page,
+        plan.group_heads * strides.head,
         payload.layer_bytes,
+        *coded,
         blocks,
         plan.groups,
         *plan.head,
-        *plan.raw_tail,
+        *(plan.coded_tail if plan.coded else plan.raw_tail),
         int(plan.moves_outside),
     )
+
+
+def table_count(plan: Plan) -> int:
+    """How many of a batch's tables the entry point takes: page addresses, payload addresses, block ids, skipped blocks, faults."""
+    return 5 if plan.coded else 4
 
 
 def check_gather(pages: PageSet, payload: PayloadGeometry) -> None:
@@ -197,17 +194,20 @@ def check_gather(pages: PageSet, payload: PayloadGeometry) -> None:
         raise NoKernel("gathering gives raw 16-bit payloads only")
 
 
-GATHER_SIGNATURE = "qqqqq" + "qqqq" + "qiiii" + "iiii"
+GATHER_SIGNATURE = "qqqqq" + "qqqq" + "qiiii" + "iiiii"
 
 
 def gather_arguments(
-    pages: PageSet, payload: PayloadGeometry, tables: tuple[int, int, int, int, int], rotary_dim: int
+    pages: PageSet, payload: PayloadGeometry, tables: tuple[int, int, int, int, int], rotary_dim: int, interleaved: bool
 ) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Grid x and y, and arguments. tables: device addresses of page addresses, payload addresses, slots, cosines, sines."""
     strides = pages.strides
     row_lines = payload.head_dim * payload.element_bytes // LINE_BYTES
-    tiles = -(-payload.rows * row_lines // THREADS)
-    return (tiles * payload.components, payload.layers), (
+    rotary_lines = rotary_dim * payload.element_bytes // LINE_BYTES
+    key_units = row_lines if interleaved else row_lines - rotary_lines // 2
+    key_blocks = -(-payload.chunk_tokens * key_units // THREADS)
+    value_blocks = -(-payload.chunk_tokens * row_lines // THREADS)
+    return (key_blocks + value_blocks, payload.layers), (
         *tables,
         strides.block,
         strides.component,
@@ -216,12 +216,13 @@ def gather_arguments(
         payload.layer_bytes,
         payload.chunk_tokens,
         payload.kv_heads,
-        payload.components,
         pages.geometry.block_tokens,
+        key_blocks,
         row_lines,
         magic(row_lines),
-        magic(payload.chunk_tokens),
-        rotary_dim * payload.element_bytes // LINE_BYTES,
+        key_units,
+        magic(key_units),
+        rotary_lines,
     )
 
 

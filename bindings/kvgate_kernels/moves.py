@@ -96,6 +96,16 @@ def _bytes_tensor(payload: Payload, address: int, payload_bytes: int) -> torch.T
     return torch.frombuffer((ctypes.c_uint8 * payload_bytes).from_address(address), dtype=torch.uint8)
 
 
+def _buffer_address(view: memoryview) -> int:
+    if view.nbytes == 0:
+        return 0
+    if not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    # ctypes refuses read-only buffers; numpy takes them, at several times the cost.
+    address: int = numpy.frombuffer(view, dtype=numpy.uint8).__array_interface__["data"][0]
+    return address
+
+
 def _payload_address(payload: Payload, payload_bytes: int, writable: bool, pages: PageSet, index: int) -> int:
     where = f"move {index}: payload"
     if isinstance(payload, torch.Tensor):
@@ -110,7 +120,7 @@ def _payload_address(payload: Payload, payload_bytes: int, writable: bool, pages
         if writable and payload.readonly:
             raise MoveError(f"{where} is read-only")
         nbytes = payload.nbytes
-        address = numpy.frombuffer(payload, dtype=numpy.uint8).ctypes.data if nbytes else 0
+        address = _buffer_address(payload)
     if nbytes != payload_bytes:
         raise MoveError(f"{where} must be {payload_bytes} bytes, got {nbytes}")
     return address

@@ -24,7 +24,7 @@ def raw_kernel[TO_PAYLOAD: Bool](
     if at.idle:
         return
     var axes = Axes(n0, magic0, n1, magic1, page0, page1, page2, payload0, payload1, payload2, token_axis)
-    move_rows[TO_PAYLOAD, 1, True](
+    move_rows[TO_PAYLOAD, 1](
         at.page, at.payload + at.row * Int(row_bytes), at.tokens, axes, lines, row_lines, row_magic
     )
 
@@ -50,7 +50,7 @@ def coded_kernel[TO_PAYLOAD: Bool, IS_BF16: Bool, E4M3: Bool](
     # Two axes only: with n1 rows left over, the second index never wraps.
     if x % 2 == 0:
         var scaled = Axes(n0, magic0, rows, 1, page0, page1, 0, payload0 * row_bytes, payload1 * row_bytes, 0, token_axis)
-        move_rows[TO_PAYLOAD, 2 * CODED_UNROLL if TO_PAYLOAD else CODED_UNROLL, False](
+        move_rows[TO_PAYLOAD, 2 * CODED_UNROLL if TO_PAYLOAD else CODED_UNROLL](
             at.page, at.payload + at.row * Int(row_bytes), at.tokens, scaled, rows * key_lines, key_lines, key_magic
         )
         return

@@ -22,7 +22,10 @@ from kvgate_kernels import (
     PayloadGeometry,
 )
 from kvgate_kernels.api import backend_names
+from kvgate_kernels.gpu import GpuKernels, load_gpu_code
 from kvgate_kernels.gpu_plan import GPU_LAYOUTS
+from kvgate_kernels.moves import check_moves
+from kvgate_kernels.pages import check_pages
 from tests.kernels.arena import Arena, Case, cases, random_gathers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -228,3 +231,28 @@ def test_moves_come_after_what_the_callers_stream_has_queued(name: str) -> None:
             packer.pack([ChunkMove(memoryview(out), [0, 1, 2, 3])])
         assert set(torch.frombuffer(out, dtype=torch.bfloat16).tolist()) == {float(value)}
     packer.close()
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_launches_are_captured_in_cuda_graphs(name: str) -> None:
+    """A captured pack and unpack replays on what the pages and payloads then hold."""
+    pages = PageGeometry(PageLayout.GPU_NHD_PACKED, 2, 2, 64, 16, "bfloat16")
+    payload = PayloadGeometry.of(pages, 64)
+    tensors = [torch.zeros(8, 16, 2, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in range(2)]
+    page_set = check_pages(pages, tensors)
+    kernels = GpuKernels(load_gpu_code(0, name.removeprefix("mojo-cuda-")), page_set, payload)
+    out = torch.zeros(payload.payload_bytes, dtype=torch.uint8, device="cuda")
+    checked = [check_moves([ChunkMove(out, table)], page_set, payload, unpack=True) for table in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    tables = [kernels.tables(moves, [out.data_ptr()]) for moves in checked]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        kernels.move(tables[0], 0, 1, 1, True, stream)
+        kernels.move(tables[1], 0, 1, 1, False, stream)
+    for _ in range(3):
+        for tensor in tensors:
+            tensor[:4].normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(tensor[:4], tensor[4:]) for tensor in tensors)

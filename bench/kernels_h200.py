@@ -1,0 +1,414 @@
+"""Times the GPU kernels with CUDA events on a working set far larger than L2. From the repository's root on the GPU machine:
+
+    PYTHONPATH=bindings:. python3 -m bench.kernels_h200 --out FOLDER --commit HASH
+
+Bytes are those read plus those written. The limit is torch's copy_ of as many bytes, in turns with the kernel in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench import records
+from bench.kernels_common import Beside, Report, finish
+from kvgate_kernels import ChunkMove, Codec, Packer, PageGeometry, PageLayout, PayloadGeometry, gpu
+from kvgate_kernels.moves import CheckedMove, check_moves
+from kvgate_kernels.pages import check_pages
+from kvgate_kernels.rope import Rotation, inverse_frequencies
+
+LAYERS, HEADS, DIM, CHUNK = 32, 8, 128, 256
+WORKING_SET_CHUNKS = 64
+LAYOUTS = {
+    PageLayout.GPU_NHD_PACKED: "nhd_packed",
+    PageLayout.GPU_HND_PACKED: "hnd_packed",
+    PageLayout.GPU_NHD_SPLIT: "nhd_split",
+    PageLayout.GPU_HND_SPLIT: "hnd_split",
+    PageLayout.MLA_LATENT: "mla",
+}
+Work = Callable[[], object]
+
+
+def in_turns(sides: dict[str, Work], runs: int, warm: int = 3) -> dict[str, list[float]]:
+    """Seconds of each side by CUDA events, in turns."""
+    for work in sides.values():
+        for _ in range(warm):
+            work()
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in sides}
+    torch.cuda.synchronize()
+    for _ in range(runs):
+        for name, work in sides.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            work()
+            end.record()
+            marks[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {name: [begin.elapsed_time(end) / 1e3 for begin, end in pairs] for name, pairs in marks.items()}
+
+
+def page_tensors(geometry: PageGeometry, num_blocks: int) -> list[torch.Tensor]:
+    """Random pages in the layout's memory order, in the shape an engine registers."""
+    heads, tokens, dim = geometry.kv_heads, geometry.block_tokens, geometry.head_dim
+    shapes: dict[PageLayout, tuple[int, ...]] = {
+        PageLayout.GPU_NHD_PACKED: (num_blocks, tokens, heads, 2 * dim),
+        PageLayout.GPU_HND_PACKED: (num_blocks, heads, tokens, 2 * dim),
+        PageLayout.GPU_NHD_SPLIT: (2, num_blocks, tokens, heads, dim),
+        PageLayout.GPU_HND_SPLIT: (2, num_blocks, heads, tokens, dim),
+        PageLayout.MLA_LATENT: (num_blocks, tokens, dim),
+    }
+    swapped = {PageLayout.GPU_NHD_PACKED: (1, 2), PageLayout.GPU_HND_SPLIT: (2, 3)}.get(geometry.layout)
+    tensors = [
+        torch.empty(shapes[geometry.layout], dtype=torch.bfloat16, device="cuda").normal_() for _ in range(geometry.layers)
+    ]
+    return [tensor.transpose(*swapped) if swapped else tensor for tensor in tensors]
+
+
+@dataclass
+class Setup:
+    """Pages, device payloads and checked moves of one layout and codec."""
+
+    pages: PageGeometry
+    payload: PayloadGeometry
+    tensors: list[torch.Tensor]
+    tables: list[list[int]]
+    moves: list[CheckedMove]
+
+    def moved_bytes(self, moves: int) -> int:
+        """Bytes read plus bytes written for so many chunks, either way."""
+        raw = PayloadGeometry.of(self.pages, self.payload.chunk_tokens).payload_bytes
+        return moves * (raw + self.payload.payload_bytes)
+
+
+def setup(layout: PageLayout, codec: Codec, chunks: int) -> Setup:
+    """Llama-3-8B's geometry (DeepSeek's for MLA), block tables in random order."""
+    if layout is PageLayout.MLA_LATENT:
+        pages = PageGeometry(layout, 61, 1, 576, 64, "bfloat16")
+    else:
+        pages = PageGeometry(layout, LAYERS, HEADS, DIM, 16, "bfloat16")
+    payload = PayloadGeometry.of(pages, CHUNK, codec)
+    blocks = payload.blocks(pages.block_tokens)
+    tensors = page_tensors(pages, chunks * blocks)
+    tables = torch.randperm(chunks * blocks).view(chunks, blocks).tolist()
+    outs = [torch.empty(payload.payload_bytes, dtype=torch.uint8, device="cuda") for _ in range(chunks)]
+    moves = [ChunkMove(out, table) for out, table in zip(outs, tables, strict=True)]
+    checked = check_moves(moves, check_pages(pages, tensors), payload, unpack=True)
+    return Setup(pages, payload, tensors, tables, checked)
+
+
+class Launcher:
+    """Launches alone, on the current stream, with tables uploaded beforehand. ``count`` moves a call, another part each time."""
+
+    def __init__(self, case: Setup, count: int, target: str = "sm_90") -> None:
+        self.kernels = gpu.GpuKernels(gpu.load_gpu_code(0, target), check_pages(case.pages, case.tensors), case.payload)
+        self.tables = self.kernels.tables(case.moves, [move.address for move in case.moves])
+        self._total, self._count, self._turn = len(case.moves), count, 0
+
+    def __call__(self, pack: bool) -> None:
+        first = self._turn * self._count % self._total
+        self._turn += 1
+        self.kernels.move(self.tables, first, self._count, self._total, pack, torch.cuda.current_stream().cuda_stream or 1)
+
+
+def copier(nbytes: int) -> Work:
+    """torch's copy_ that reads and writes ``nbytes`` together, in a buffer far larger than L2."""
+    half = nbytes // 8
+    places = max(1, (2 << 30) // (4 * half))
+    source, target = (torch.randn(places, half, device="cuda") for _ in range(2))
+    turn = iter(range(1 << 60))
+
+    def work() -> object:
+        place = next(turn) % places
+        return target[place].copy_(source[place])
+
+    return work
+
+
+def captured(work: Work, times: int) -> Work:
+    """So many calls as one CUDA graph: what they take on the device, without the host's part of each launch."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            work()
+    return graph.replay
+
+
+def repeated(work: Work, times: int) -> Work:
+    """So many calls in a row; the host queues them faster than the device does them."""
+
+    def all_calls() -> None:
+        for _ in range(times):
+            work()
+
+    return all_calls
+
+
+def layouts(report: Report, runs: int) -> None:
+    """Raw and coded moves of every layout, all chunks in one launch."""
+    for codec in (Codec.RAW, Codec.K16V8, Codec.K16V8_E4M3):
+        for layout, short in LAYOUTS.items():
+            if codec is not Codec.RAW and layout is PageLayout.MLA_LATENT:
+                continue
+            case = setup(layout, codec, WORKING_SET_CHUNKS)
+            nbytes = case.moved_bytes(WORKING_SET_CHUNKS)
+            launch = Launcher(case, WORKING_SET_CHUNKS)
+            sides = {"pack": lambda: launch(True), "unpack": lambda: launch(False), "copy": copier(nbytes)}  # noqa: B023
+            taken = in_turns(sides, runs)
+            limit = Beside("memcpy", nbytes, taken["copy"])
+            if layout is PageLayout.GPU_NHD_PACKED:
+                for way in ("pack", "unpack"):
+                    report.rate(f"kernel.{way}.{codec.value}.h200", nbytes, taken[way], limit=limit)
+            names = {"pack": f"{short}-canonical", "unpack": f"canonical-{short}"}
+            for way, name in names.items():
+                suffix = "" if codec is Codec.RAW else f".{codec.value}"
+                report.rate(f"kernel.layout.{name}{suffix}.h200", nbytes, taken[way], limit=limit)
+            torch.cuda.empty_cache()
+
+
+def batches(report: Report, runs: int) -> None:
+    """One chunk and sixteen a launch, walking through the working set; the portable code; what a launch costs the host."""
+    for codec in (Codec.RAW, Codec.K16V8):
+        case = setup(PageLayout.GPU_NHD_PACKED, codec, WORKING_SET_CHUNKS)
+        for count in (1, 16):
+            nbytes = case.moved_bytes(count)
+            launch = Launcher(case, count)
+            once = WORKING_SET_CHUNKS // count
+            sides = {
+                "pack": captured(lambda: launch(True), once),  # noqa: B023
+                "unpack": captured(lambda: launch(False), once),  # noqa: B023
+                # Not captured: as a graph's node the copy would run on a copy engine, at two thirds of the speed.
+                "copy": repeated(copier(nbytes), once),
+            }
+            taken = {name: [one / once for one in times] for name, times in in_turns(sides, runs).items()}
+            for way in ("pack", "unpack"):
+                name = f"kernel.{way}.{codec.value}.chunks{count}.h200"
+                report.rate(name, nbytes, taken[way], limit=Beside("memcpy", nbytes, taken["copy"]))
+        nbytes = case.moved_bytes(WORKING_SET_CHUNKS)
+        portable = Launcher(case, WORKING_SET_CHUNKS, "sm_80")
+        sides = {"pack": lambda: portable(True), "unpack": lambda: portable(False), "copy": copier(nbytes)}  # noqa: B023
+        taken = in_turns(sides, runs)
+        for way in ("pack", "unpack"):
+            limit = Beside("memcpy", nbytes, taken["copy"])
+            report.rate(f"kernel.{way}.{codec.value}.sm80ptx.h200", nbytes, taken[way], limit=limit)
+    launch = Launcher(setup(PageLayout.GPU_NHD_PACKED, Codec.RAW, 1), 1)
+    launch(True)
+    costs = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(200):
+            launch(True)
+        costs.append((time.perf_counter() - begin) / 200 * 1e6)
+    report.number("kernel.launch.h200", "us", costs)
+
+
+def hashing(report: Report, runs: int) -> None:
+    """BLAKE3 on the device: one payload of 33.5 MB, and sixteen."""
+    case = setup(PageLayout.GPU_NHD_PACKED, Codec.RAW, 16)
+    launch = Launcher(case, 16)
+    for count in (1, 16):
+        out = torch.empty(count, 32, dtype=torch.uint8, device="cuda")
+        room = launch.kernels.hash_room(count)
+        nbytes = count * case.payload.payload_bytes
+        taken = in_turns({"hash": lambda: launch.kernels.hash(launch.tables, 0, count, room, out, 1)}, runs)  # noqa: B023
+        report.rate(f"kernel.blake3.chunks{count}.h200", nbytes, taken["hash"])
+
+
+def gathering(report: Report, runs: int) -> None:
+    """Chosen tokens with keys turned, beside a copy of the same bytes."""
+    case = setup(PageLayout.GPU_NHD_PACKED, Codec.RAW, 32)
+    launch = Launcher(case, 32)
+    slots = torch.randperm(32 * CHUNK, device="cuda").to(torch.int32).view(32, CHUNK)
+    one = Rotation.between(range(CHUNK), range(1000, 1000 + CHUNK), inverse_frequencies(DIM, 500_000.0))
+    cosines, sines = (part.cuda().expand(32, -1, -1).contiguous() for part in (one.cosines, one.sines))
+    rotation = gpu.DeviceRotation(cosines, sines, False)
+    payloads = torch.tensor([move.address for move in case.moves], dtype=torch.int64, device="cuda")
+    nbytes = case.moved_bytes(32)
+    sides = {"gather": lambda: launch.kernels.gather(payloads, slots, rotation, 1), "copy": copier(nbytes)}
+    taken = in_turns(sides, runs)
+    report.rate("kernel.gather.rotated.h200", nbytes, taken["gather"], limit=Beside("memcpy", nbytes, taken["copy"]))
+
+
+def peers(report: Report, runs: int) -> None:
+    """The same work in torch eager, torch.compile and Triton."""
+    from bench import kernels_peers as peer
+
+    for codec in (Codec.RAW, Codec.K16V8):
+        case = setup(PageLayout.GPU_NHD_PACKED, codec, WORKING_SET_CHUNKS)
+        chunks, size = WORKING_SET_CHUNKS, case.payload.payload_bytes
+        launch = Launcher(case, chunks)
+        table = torch.tensor(case.tables, dtype=torch.int64, device="cuda")
+        pages = case.tensors
+        if codec is Codec.RAW:
+            out = torch.empty(chunks, LAYERS, 2, HEADS, CHUNK, DIM, dtype=torch.bfloat16, device="cuda")
+            parts: list[tuple[torch.Tensor, ...]] = [(out[:, layer],) for layer in range(LAYERS)]
+            function: Callable[..., None] = peer.torch_pack
+            in_triton = peer.triton_pack([page.transpose(1, 2) for page in pages], table, out)
+            packed = out.view(torch.uint8).view(chunks, size)
+        else:
+            keys = torch.empty(LAYERS, chunks, HEADS, CHUNK, DIM, dtype=torch.bfloat16, device="cuda")
+            codes = torch.empty_like(keys, dtype=torch.int8)
+            scales = torch.empty(*keys.shape[:-1], DIM // 32, dtype=torch.bfloat16, device="cuda")
+            parts = list(zip(keys, codes, scales, strict=True))
+            function = peer.torch_pack_k16v8
+            packed = torch.empty(chunks, size, dtype=torch.uint8, device="cuda")
+            in_triton = peer.triton_pack_k16v8([page.transpose(1, 2) for page in pages], table, packed)
+        compiled = torch.compile(function, dynamic=False)
+
+        def layer_by_layer(work: Callable[..., None]) -> Work:
+            def all_layers() -> None:
+                for layer in range(LAYERS):
+                    work(pages[layer], table, *parts[layer])  # noqa: B023
+
+            return all_layers
+
+        sides: dict[str, Work] = {
+            "ours": lambda: launch(True),  # noqa: B023
+            "eager": layer_by_layer(function),
+            "torch.compile": layer_by_layer(compiled),
+            "triton": in_triton,
+        }
+        taken = in_turns(sides, runs, warm=2)
+        in_triton()
+        launch(True)
+        torch.cuda.synchronize()
+        same = all(torch.equal(packed[index], case.moves[index].bytes_tensor(size)) for index in range(0, chunks, 7))
+        print(f"{codec.value}: the Triton kernel gives the same bytes: {same}")
+        nbytes = case.moved_bytes(chunks)
+        for name, seconds in taken.items():
+            if name != "ours":
+                short = name.replace(".", "")
+                report.rate(f"kernel.pack.{codec.value}.beside.{short}.h200", nbytes, taken["ours"], peer=Beside(name, nbytes, seconds))  # fmt: skip  # noqa: E501
+        torch.cuda.empty_cache()
+
+
+def wall(work: Work, runs: int) -> list[float]:
+    """Seconds on the host clock until all work is done."""
+    taken = []
+    for _ in range(runs + 2):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begin)
+    return taken[2:]
+
+
+def transfer(report: Report, runs: int, chunks: int = 16) -> None:
+    """GPU pages ↔ page-locked shared memory through the Packer, beside one plain copy; rates in raw bytes stood for."""
+    raw_rates: dict[str, list[float]] = {}
+    for codec in (Codec.RAW, Codec.K16V8):
+        case = setup(PageLayout.GPU_NHD_PACKED, codec, chunks)
+        size, raw = case.payload.payload_bytes, PayloadGeometry.of(case.pages, CHUNK).payload_bytes
+        pool = memoryview(mmap.mmap(-1, chunks * size))
+        packer = Packer(case.pages, case.payload, case.tensors, pool=pool)
+        parts = [pool[index * size : (index + 1) * size] for index in range(chunks)]
+        moves = [ChunkMove(part, table) for part, table in zip(parts, case.tables, strict=True)]
+        host = torch.frombuffer(pool, dtype=torch.uint8)
+        device = torch.empty(chunks * size, dtype=torch.uint8, device="cuda")
+        pairs = {
+            "store": (packer.pack, lambda: host.copy_(device, non_blocking=True)),  # noqa: B023
+            "load": (packer.unpack, lambda: device.copy_(host, non_blocking=True)),  # noqa: B023
+        }
+        for way, (ours, plain) in pairs.items():
+            for digest in (False, True):
+                limit: list[float] = []
+                taken: list[float] = []
+                for _ in range(runs):
+                    limit += wall(plain, 1)
+                    taken += wall(lambda: ours(moves, digest=digest), 1)  # noqa: B023
+                name = f"transfer.{way}.{codec.value}{'.digest' if digest else ''}.h200"
+                beside = Beside("pinned copy of the payload bytes", chunks * raw, limit)
+                nbytes = chunks * raw
+                if codec is Codec.RAW and not digest:
+                    raw_rates[way] = taken
+                if codec is not Codec.RAW and not digest:
+                    against = Beside("raw transfer", nbytes, raw_rates[way])
+                    report.rate(name, nbytes, taken, limit=beside, peer=against)
+                else:
+                    report.rate(name, nbytes, taken, limit=beside)
+        if codec is Codec.RAW:
+            interference(report, packer, moves)
+        packer.close()
+        torch.cuda.empty_cache()
+
+
+def interference(report: Report, packer: Packer, moves: list[ChunkMove]) -> None:
+    """How much a bf16 matrix product slows down while another thread stores and loads all the time. Less is better."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(a)
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            packer.pack(moves)
+            packer.unpack(moves)
+
+    def products() -> float:
+        torch.cuda.current_stream().synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(100):
+            torch.matmul(a, b, out=out)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+    products()
+    slowdowns = []
+    for _ in range(5):
+        alone = statistics.median(products() for _ in range(3))
+        thread = threading.Thread(target=busy)
+        thread.start()
+        time.sleep(0.05)
+        beside = statistics.median(products() for _ in range(3))
+        stop.set()
+        thread.join()
+        stop.clear()
+        slowdowns.append(max(0.0, (beside / alone - 1) * 100))
+    report.number("transfer.interference.h200", "%", slowdowns, limit=3.0)
+
+
+def run(report: Report, *, everything: bool, runs: int = 20) -> None:
+    """All GPU cases into the report."""
+    hashing(report, runs)
+    layouts(report, runs)
+    batches(report, runs)
+    gathering(report, runs)
+    transfer(report, 7)
+    if everything:
+        peers(report, 5)
+
+
+def main() -> int:
+    """Writes the records to a folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    properties = torch.cuda.get_device_properties(0)
+    machine = {**records.machine(), "gpu": properties.name, "gpu_memory_gib": properties.total_memory >> 30}
+    found = records.versions(cuda=str(torch.version.cuda))
+    report = Report("python -m bench.kernels_h200", machine, found, options.commit or records.commit())
+    try:
+        run(report, everything=True)
+    finally:
+        if report.records:
+            finish(report, options.out, "kernelsh200")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
