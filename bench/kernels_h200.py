@@ -305,7 +305,7 @@ def wall(work: Work, runs: int) -> list[float]:
     return taken[2:]
 
 
-def transfer(report: Report, runs: int, chunks: int = 16) -> None:
+def transfer(report: Report, runs: int, chunks: int = 64) -> None:
     """GPU pages ↔ page-locked shared memory through the Packer, beside one plain copy; rates in raw bytes stood for."""
     raw_rates: dict[str, list[float]] = {}
     for codec in (Codec.RAW, Codec.K16V8):
@@ -339,7 +339,7 @@ def transfer(report: Report, runs: int, chunks: int = 16) -> None:
                 else:
                     report.rate(name, nbytes, taken, limit=beside)
         if codec is Codec.RAW:
-            interference(report, packer, moves)
+            interference(report, packer, moves[:16])
         packer.close()
         torch.cuda.empty_cache()
 

@@ -22,10 +22,11 @@ from kvgate_kernels.gpu_plan import (
     SMALL_BYTES,
     THREADS,
     NoKernel,
-    arguments,
+    argument_tail,
     check_gather,
     gather_arguments,
     make_plan,
+    table_count,
 )
 from kvgate_kernels.moves import CheckedGather, CheckedMove
 from kvgate_kernels.native import FOLDER
@@ -110,6 +111,7 @@ class Stage:
     """Device room for one payload on its way to or from host memory."""
 
     buffer: torch.Tensor
+    ready: torch.cuda.Event
     done: torch.cuda.Event
 
 
@@ -127,8 +129,8 @@ class Lane:
     def stage(self, index: int) -> Stage:
         """A stage whose last use is ordered before what comes next on either stream."""
         if len(self.stages) <= index % STAGES:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.stages.append(Stage(torch.empty(self._bytes, dtype=torch.uint8, device=self._device), done))
+            ready, done = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+            self.stages.append(Stage(torch.empty(self._bytes, dtype=torch.uint8, device=self._device), ready, done))
         return self.stages[index % STAGES]
 
 
@@ -150,6 +152,9 @@ class GpuKernels:
         self._payload = payload
         ways = [(pack, small) for pack in (True, False) for small in (True, False)]
         self._plans = {way: make_plan(pages, payload, pack=way[0], small=way[1]) for way in ways}
+        self._tails = {way: argument_tail(plan, pages, payload) for way, plan in self._plans.items()}
+        self._blocks = payload.blocks(pages.geometry.block_tokens)
+        self._payload_bytes = payload.payload_bytes
         self._addresses = torch.tensor(pages.addresses, dtype=torch.int64, device=pages.device)
 
     def tables(self, moves: Sequence[CheckedMove], payloads: Sequence[int]) -> torch.Tensor:
@@ -165,21 +170,21 @@ class GpuKernels:
 
     def move(self, tables: torch.Tensor, first: int, count: int, total: int, pack: bool, stream: int) -> None:
         """Queues moves first..first+count-1 of the batch that the tables describe."""
-        blocks = self._payload.blocks(self._pages.geometry.block_tokens)
         base = tables.data_ptr()
         ids = base + 8 * total
-        skips = ids + 4 * total * blocks
+        skips = ids + 4 * total * self._blocks
         addresses = (
             self._addresses.data_ptr(),
             base + 8 * first,
-            ids + 4 * first * blocks,
+            ids + 4 * first * self._blocks,
             skips + 4 * first,
             skips + 4 * (total + first),
         )
+        way = (pack, count * self._payload_bytes < SMALL_BYTES)
+        plan = self._plans[way]
+        grid = plan.grid(self._blocks, self._payload.layers, count)
         kernel = self._code.kernels[kernel_name(self._payload, pack)]
-        plan = self._plans[pack, count * self._payload.payload_bytes < SMALL_BYTES]
-        grid = plan.grid(blocks, self._payload.layers, count)
-        kernel.launch(grid, THREADS, stream, arguments(plan, self._pages, self._payload, addresses))
+        kernel.launch(grid, THREADS, stream, (*addresses[: table_count(plan)], *self._tails[way]))
 
     def gather(self, payloads: torch.Tensor, slots: torch.Tensor, rotation: DeviceRotation | None, stream: int) -> None:
         """Queues a gather: payloads int64 [n] addresses, slots int32 [n, tokens], both on the device."""
@@ -344,14 +349,16 @@ class GpuBackend:
                 before.wait_event(stage.done)
             if not pack:
                 driver.copy(stage.buffer.data_ptr(), move.address, size, lane.copy.cuda_stream)
-                lane.work.wait_stream(lane.copy)
+                stage.ready.record(lane.copy)
+                lane.work.wait_event(stage.ready)
                 if out is not None and room is not None:
                     self._kernels.hash(tables, index, 1, room, out, lane.work.cuda_stream)
             self._kernels.move(tables, index, 1, count, pack, lane.work.cuda_stream)
             if pack:
                 if out is not None and room is not None:
                     self._kernels.hash(tables, index, 1, room, out, lane.work.cuda_stream)
-                lane.copy.wait_stream(lane.work)
+                stage.ready.record(lane.work)
+                lane.copy.wait_event(stage.ready)
                 driver.copy(move.address, stage.buffer.data_ptr(), size, lane.copy.cuda_stream)
             stage.done.record(after)
         return self._finish(lane, tables, out, count)
