@@ -12,10 +12,12 @@ from kvgate.contract.address import Extra, chunk_address, shard_address, token_d
 from kvgate.contract.digests import SCHEMA, Kind, context, digest
 from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
-from kvgate.contract.plan import Rectangle
+from kvgate.contract.model import ModelContract, Numerics
+from kvgate.contract.plan import PartitionPlan, Rectangle
+from kvgate.contract.representation import Representation
 from kvgate.contract.request import RequestDescriptor
 from kvgate.contract.table import COMPONENTS, EXCLUDED, IDENTITY, IdentityField
-from kvgate.daemon.components import StoredForm, digest_model
+from kvgate.daemon.components import digest_model
 from tests.contract.changes import CHANGES, CLOSED, WHOLE_PLAN, whole_plans
 from tests.contract.independent import addresses
 from tests.contract.sample import KINDS, Json, changed, get, hex32, put, records_of, sample, sample_of_a_class
@@ -151,6 +153,41 @@ def test_another_engine_class_shows_in_numerics_and_engine() -> None:
     assert {name for name in before if before[name] != after[name]} == {"numerics", "engine"}
 
 
+@pytest.mark.parametrize("field", ["tensor_parallel", "pipeline_parallel"])
+def test_another_width_shows_in_the_plan_alone_where_the_plan_says_the_same(field: str) -> None:
+    """An engine's worker split is in its plan too: a miss across widths names the plan, once, and never hides another split."""
+    narrow = changed(sample(), {f"model.numerics.{field}": 1})
+    wide_model, narrow_model = records_of(sample())["model"], records_of(narrow)["model"]
+    wide_plan = records_of(sample())["plan"]
+    one_wide = PartitionPlan.from_json(whole_plans()["two stages" if field == "tensor_parallel" else "two workers"])
+    assert isinstance(wide_model, ModelContract)
+    assert isinstance(narrow_model, ModelContract)
+    assert isinstance(wide_plan, PartitionPlan)
+    assert digest_model(wide_model, wide_plan).numerics == digest_model(narrow_model, one_wide).numerics
+    assert digest_model(wide_model, wide_plan).numerics != digest_model(narrow_model, wide_plan).numerics
+    assert digest_model(wide_model, wide_plan).model != digest_model(narrow_model, one_wide).model
+
+
+def test_numerics_without_engine_keep_everything_else() -> None:
+    """What explains a miss leaves out the engine, or engine and split, and no other field."""
+
+    def without(patch: Json, *, split: bool) -> bytes:
+        model = records_of(changed(sample(), patch))["model"]
+        assert isinstance(model, ModelContract)
+        assert isinstance(model.numerics, Numerics)
+        return model.numerics.without_engine(split=split)
+
+    kept = {
+        path: patches
+        for path, patches in CHANGES.items()
+        if path.startswith("model.numerics.") and path != "model.numerics.name"
+    }
+    for path, patches in kept.items():
+        left_out = {True: ".engine." in path, False: ".engine." in path or path.endswith("_parallel")}
+        for split, same in left_out.items():
+            assert (without(patches[0], split=split) == without({}, split=split)) == same
+
+
 def re_bracket(path: str) -> str:
     """``a[3].b`` → ``a[].b``."""
     return "".join(part if not part.isdigit() else "" for part in path.replace("[", "[\0").replace("]", "\0]").split("\0"))
@@ -159,8 +196,9 @@ def re_bracket(path: str) -> str:
 def components_of(request: Json) -> dict[str, bytes | None]:
     """Component digests by the names of the table."""
     records = records_of(request)
-    model: Any = records["model"]
-    form = StoredForm.of(records["representation"], records["plan"])  # type: ignore[arg-type]
+    model, representation = records["model"], records["representation"]
+    assert isinstance(model, ModelContract)
+    assert isinstance(representation, Representation)
     found = digest_model(model)
     return {
         "base": found.base,
@@ -168,9 +206,9 @@ def components_of(request: Json) -> dict[str, bytes | None]:
         "rope": found.rope,
         "numerics": found.numerics,
         "engine": found.engine,
-        "payload layout": form.layout,
-        "codec": form.codec,
-        "plan": form.plan_digest,
+        "payload layout": representation.layout_digest(),
+        "codec": representation.codec_digest(),
+        "plan": records["plan"].digest(),
         "variant": records["variant"].digest(),
         "scope": records["access"].digest(),
     }

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvgate.contract import specs
 from kvgate.contract.access import Access, Variant
 from kvgate.contract.artifacts import Artifact, ArtifactSet
 from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
 from kvgate.contract.model import ModelContract, Rope
 from kvgate.contract.plan import Rectangle
-from kvgate.contract.record import IdentityRecord, Record
+from kvgate.contract.record import IdentityRecord, Record, frozen
 from kvgate.contract.representation import Representation
+from tests.contract import independent
 from tests.contract.sample import changed, get, records_of, sample, sample_of_a_class
 from tests.contract.strategies import PARTS, RECORDS, parts, records, root_of
 from tests.contract.walk import record_classes
@@ -46,6 +48,27 @@ def test_decoding_an_encoding_gives_the_record(record: Record) -> None:
     again = type(record).decode(record.encode())
     assert again == record
     assert again.encode() == record.encode()
+
+
+@given(records)
+def test_a_record_is_encoded_as_the_map_of_its_fields(record: Record) -> None:
+    """Written field by field or as one value, by this implementation or another: the same bytes."""
+    assert record.encode() == encode(record.to_value()) == independent.cbor(record.to_value())
+
+
+def test_a_record_of_too_many_values_is_not_encoded() -> None:
+    """What no decoder would read is refused by the writer, also where the record is built field by field."""
+
+    @frozen
+    class Wide(Record):
+        """More values than an encoding may hold."""
+
+        numbers: tuple[tuple[int, ...], ...] = specs.array(specs.array(specs.uint()))
+
+    fits = Wide(numbers=((0,) * 65_000, (0,) * 65_000))
+    assert Wide.decode(fits.encode()) == fits
+    with pytest.raises(ContractError, match="too many values"):
+        Wide(numbers=((0,) * 65_000,) * 3).encode()
 
 
 @given(records)

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import IdentityRecord, Record
 from kvgate.protocol import messages as m
+from tests.contract import independent
 from tests.protocol.strategies import MESSAGES, PARTS, messages
 
 
@@ -48,6 +50,12 @@ def test_a_message_survives_its_encoding_and_its_json_form(message: Record) -> N
     assert kind.decode(message.encode(), 4 << 20) == message
     assert kind.from_json(message.to_json()) == message
     assert kind.decode(message.encode(), 4 << 20).encode() == message.encode()
+
+
+@given(messages)
+def test_a_message_is_encoded_as_the_map_of_its_fields(message: Record) -> None:
+    """An implementation written from the standard gives the same bytes."""
+    assert message.encode() == encode(message.to_value()) == independent.cbor(message.to_value())
 
 
 @given(messages, st.data())
