@@ -1,4 +1,4 @@
-"""The ``kvgate`` command: serve, status, explain, config, address."""
+"""The ``kvgate`` command: serve, status, explain, doctor, config, address."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import argparse
 import sys
 
 from kvgate import __version__
-from kvgate.cli import address, config, explain, serve, status
+from kvgate.cli import address, config, doctor, explain, serve, status
 
 _EPILOG = """\
 examples:
   kvgate serve                      start the gateway with its defaults
   kvgate status                     ask a running gateway how it is
   kvgate explain --last             why the latest lookups missed
+  kvgate doctor                     what is wrong on this host, and what mends it
   kvgate config                     every setting, its value and where it came from
   kvgate address --example > a.json && kvgate address a.json
 """
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    modules = {"serve": serve, "status": status, "explain": explain, "config": config, "address": address}
+    modules = {"serve": serve, "status": status, "explain": explain, "doctor": doctor, "config": config, "address": address}
     for module in modules.values():
         module.add_parser(commands)
     args = parser.parse_args(argv)
