@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.lora.request import LoRARequest
 
@@ -116,6 +117,27 @@ def test_the_3d_layout_is_another_adapter_and_not_cached(snapshots: AdapterSnaps
     assert three.adapter.int_id != plain.adapter.int_id
     assert plain.reason is None
     assert "3D" in three.reason
+
+
+class OlderRequest(msgspec.Struct):
+    """vLLM 0.26's form, which can name other weights beside the path."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    base_model_name: str | None = None
+    tensorizer_config_dict: dict[str, Any] | None = None
+    load_inplace: bool = False
+
+
+def test_other_forms_of_request_are_rewritten_only_if_understood(snapshots: AdapterSnapshots) -> None:
+    """A field that is not known and set must leave the request as it came; unset, it must not matter."""
+    plain = bound(snapshots, OlderRequest("a", 1, str(KJV), "base"))
+    assert (plain.reason, type(plain.lora_request), plain.lora_request.base_model_name) == (None, OlderRequest, "base")
+    other = OlderRequest("a", 1, str(KJV), tensorizer_config_dict={"uri": "elsewhere"})
+    binding = bound(snapshots, other)
+    assert binding.lora_request is other
+    assert binding.reason == "the adapter is loaded in a way that is not covered"
 
 
 @pytest.mark.parametrize("missing", [WEIGHTS, CONFIG])

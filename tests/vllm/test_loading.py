@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -18,7 +18,7 @@ from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from kvgate_vllm import loading
+from kvgate_vllm import loading, plugin
 from kvgate_vllm.loading import COVERAGE, code_reason
 from kvgate_vllm.plugin import after_import, attach_worker, register
 from kvgate_vllm.state import WeightsReport, engine_state, is_active
@@ -259,21 +259,29 @@ def test_the_plugin_is_active_for_our_connector_only(transfer: tuple[str, dict[s
     assert is_active(Config) is active
 
 
+class Config:
+    """As much of vLLM's configuration as tells engines apart."""
+
+    def __init__(self) -> None:
+        self.parallel_config: Any = type("ParallelConfig", (), {})()
+        self.instance_id = "1"
+
+
 def test_an_engine_stays_itself_through_changes_of_its_configuration() -> None:
     """An engine must keep its state when vLLM renames the instance or copies the outer object, and another engine must have another."""
-    config = SimpleNamespace(parallel_config=SimpleNamespace(), instance_id="1")
+    config = Config()
     state = engine_state(config)
     config.instance_id = "2"
     assert engine_state(config) is state
     assert engine_state(copy.copy(config)) is state
-    assert engine_state(SimpleNamespace(parallel_config=SimpleNamespace(), instance_id="2")) is not state
+    assert engine_state(Config()) is not state
 
 
 def test_a_state_goes_with_its_engine() -> None:
     """A later engine must never find the state of one that is gone, even at the same address."""
     states = set()
     for _ in range(50):
-        config = SimpleNamespace(parallel_config=SimpleNamespace())
+        config = Config()
         state = engine_state(config)
         assert state.weight_epoch() == 0
         state.bump_epoch()
@@ -312,17 +320,22 @@ def test_waiting_for_an_import_calls_back_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(str(tmp_path))
     seen: list[Any] = []
     after_import("kvgate_waited_for", seen.append)
+    assert importlib.util.find_spec("kvgate_waited_for") is not None
     assert seen == []
     import kvgate_waited_for  # type: ignore[import-not-found]
 
     assert seen == [kvgate_waited_for]
     assert kvgate_waited_for.VALUE == 7
-    assert (
-        type(kvgate_waited_for.__loader__) is type(sys.modules[__name__].__loader__) or kvgate_waited_for.__spec__.has_location
-    )
+    assert type(kvgate_waited_for.__loader__).__module__ != "kvgate_vllm.plugin"
     after_import("kvgate_waited_for", seen.append)
     assert seen == [kvgate_waited_for, kvgate_waited_for]
     monkeypatch.delitem(sys.modules, "kvgate_waited_for")
+
+
+def test_without_the_plugin_an_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If vLLM was told not to load the plugin, the reason must be that, and not the load format."""
+    monkeypatch.setattr(plugin, "_registered", False)
+    assert "VLLM_PLUGINS" in str(attach_worker(Config()).weights().reason)
 
 
 def test_registering_imports_no_loader() -> None:

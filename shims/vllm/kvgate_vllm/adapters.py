@@ -134,6 +134,7 @@ class AdapterSnapshots:
         One that cannot be copied is passed through unchanged, with a reason. Pair with ``hold`` or ``let_go``.
         """
         try:
+            carried = _carried(lora_request)
             folder = _resolve(lora_request.lora_path)
             with self._lock:
                 digest = self._copied(folder)
@@ -145,7 +146,7 @@ class AdapterSnapshots:
         except OSError:
             return Binding(lora_request, None, "the adapter could not be copied")
         rewritten = type(lora_request)(
-            lora_name=lora_request.lora_name, lora_int_id=int_id, lora_path=str(copy.folder), **_carried(lora_request)
+            lora_name=lora_request.lora_name, lora_int_id=int_id, lora_path=str(copy.folder), **carried
         )
         reason = None
         if getattr(lora_request, "is_3d_lora_weight", False):
@@ -267,9 +268,16 @@ class AdapterSnapshots:
 
 
 def _carried(lora_request: Any) -> dict[str, Any]:
-    """Fields of a ``LoRARequest`` that go over unchanged. ``load_inplace`` does not: another content has another id."""
-    fields = ("base_model_name", "is_3d_lora_weight")
-    return {name: getattr(lora_request, name) for name in fields if hasattr(lora_request, name)}
+    """Fields of a ``LoRARequest`` that go over unchanged. ``load_inplace`` does not: another content has another id.
+
+    Raises ``AdapterRefused`` for a field that is set and not known: it may say where other weights come from.
+    """
+    known = ("base_model_name", "is_3d_lora_weight")
+    replaced = ("lora_name", "lora_int_id", "lora_path", "load_inplace")
+    given = {name: getattr(lora_request, name) for name in lora_request.__struct_fields__ if name not in replaced}
+    if any(value for name, value in given.items() if name not in known):
+        raise AdapterRefused("the adapter is loaded in a way that is not covered")
+    return {name: value for name, value in given.items() if name in known}
 
 
 def _read_back(path: Path, role: str) -> tuple[int, bytes]:

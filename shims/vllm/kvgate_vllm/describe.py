@@ -237,7 +237,7 @@ def _kv_quantization(vllm_config: Any, layers: dict[str, Any]) -> tuple[str, byt
     """Cache dtype, digest of the scales or None, and a reason if they are not covered."""
     configured = str(vllm_config.cache_config.cache_dtype)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.") if configured == "auto" else configured
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+    if any(getattr(owner, "calculate_kv_scales", False) for owner in (vllm_config.cache_config, *layers.values())):
         return dtype, None, "KV scales computed while serving are not covered"
     if all(
         str(getattr(layer, "kv_cache_dtype", "auto")) in ("auto", "bfloat16", "float16", "float32") for layer in layers.values()

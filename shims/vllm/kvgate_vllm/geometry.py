@@ -80,7 +80,7 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, layers: dict[str, Any]
     stages = _stages(vllm_config)
     groups, rectangles, reasons = [], [], []
     replication = 1
-    layout = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    layout = _layout(vllm_config, kv_cache_config)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         shape, rectangle, copies, reason = _group(vllm_config, index, group, place, stages[place.pp_rank])
         groups.append(shape)
@@ -95,6 +95,18 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, layers: dict[str, Any]
         reasons.insert(0, "an engine with several KV groups, or none, is not covered")
     geometry = Geometry(tuple(groups), tuple(rectangles), stages, replication, place, pages)
     return geometry, next((reason for reason in reasons if reason), None)
+
+
+def _layout(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """vLLM's own name of the page layout, as the engine resolved it."""
+    named = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    if named is None:
+        # Before 0.32 the layout is not in the configuration.
+        from vllm.v1.attention.backends import utils
+
+        resolve = getattr(utils, "get_kv_cache_layout", None)
+        named = None if resolve is None else resolve()
+    return None if named is None else str(named)
 
 
 def _place(vllm_config: Any) -> Place:
@@ -171,5 +183,6 @@ def _group_reason(group: Any, layers: dict[str, Any], rectangle: RectangleShape)
 
 
 def _page(name: str, layer: Any, layout: str | None) -> PageLayout:
-    isa = getattr(layer, "isa", None)
+    # Before 0.32 it is the layer's implementation that says so.
+    isa = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
     return PageLayout(name, str(layer.attn_backend.get_name()), "none" if isa is None else str(isa), layout)

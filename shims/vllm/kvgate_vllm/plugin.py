@@ -57,8 +57,11 @@ def attach_worker(vllm_config: Any) -> EngineState:
     """Switch the worker side on for this engine: what was loaded, and what later writes to it. Once a worker."""
     loading.install_worker_hooks()
     hooks.install_adapter_hooks()
+    state = engine_state(vllm_config)
+    if not _registered and state.weights().generation == 0:
+        state.weights_loaded((), "the plugin was not loaded before the model: VLLM_PLUGINS, if set, must name kvgate")
     loading.report_uncovered(vllm_config)
-    return engine_state(vllm_config)
+    return state
 
 
 def _snapshots(vllm_config: Any) -> AdapterSnapshots | None:
@@ -111,15 +114,19 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._name = name
         self._then = then
         self._loader: Any = None
+        self._asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Find the module with everybody else's finders, and step in front of its loader."""
-        if fullname != self._name:
+        if fullname != self._name or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             self._loader, spec.loader = spec.loader, self
         return spec
@@ -130,6 +137,8 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module with its own loader, which it also keeps, then call back."""
+        if self in sys.meta_path:  # not earlier: a module may be looked for without being imported
+            sys.meta_path.remove(self)
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
