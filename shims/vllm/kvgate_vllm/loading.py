@@ -356,6 +356,7 @@ def _wrap_reload(owner: type) -> None:
 def report_uncovered(vllm_config: Any) -> None:
     """If this process loaded weights without a covered loader, say why by name instead of in general."""
     state = engine_state(vllm_config)
-    reason = format_reason(vllm_config)
-    if reason is not None and state.weights().generation == 0:
-        state.weights_loaded((), reason)
+    if state.weights().generation == 0:
+        reason = format_reason(vllm_config)
+        if reason is not None:
+            state.weights_loaded((), reason)
