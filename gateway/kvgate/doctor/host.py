@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -132,7 +133,11 @@ def _look_at_folder(name: str, folder: Path, wanted: int, report: Report) -> Non
     try:
         _stamp(base)
     except OSError as error:
-        if error.errno not in (28, 122):  # no space, quota: told below, by the numbers
+        if error.errno == errno.EROFS:
+            writable = f'mount -o remount,rw "$(findmnt -n -o TARGET -T {command(base)})"'
+            report.fail(f"{name} {folder} is on a file system mounted read-only", writable)
+            return
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # those are told below, by the numbers
             own = f"{command('mkdir', '-p', folder)} && {command('chown', '-R', _user(), folder)} && {command('chmod', '700', folder)}"
             report.fail(f"{name} {folder} cannot be written: {error.strerror}", own)
             return

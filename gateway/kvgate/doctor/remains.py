@@ -18,7 +18,7 @@ from kvgate.storage.pool import SHM_DIR
 from kvgate.storage.run_folder import RunFolder, RunRecord, process_started
 
 # A pool is locked right after it was made: a younger one may be between the two.
-_YOUNG_S: Final = 30.0
+_YOUNG_S: Final = 2.0
 
 
 def check_leftovers(subject: Subject, report: Report) -> None:

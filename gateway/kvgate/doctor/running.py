@@ -47,7 +47,7 @@ def check_gateway(subject: Subject, report: Report) -> None:
     if isinstance(welcome, Failure):
         report.fail(f"the gateway refuses this build ({welcome.code}): {welcome.problem}", again)
         return
-    builds = {str(status.get("build")), welcome.build}
+    builds = {str(build).removeprefix("kvgate ") for build in (status.get("build"), welcome.build)}
     if builds != {__version__}:
         report.fail(f"kvgate {', '.join(sorted(builds))} runs, {__version__} is installed: upgrade the older", again)
         return
