@@ -15,14 +15,16 @@ T = TypeVar("T")
 class FaultyBackend:
     """The memory backend behind a wrapper. A wrapper, not a mock: all answers are the real backend's.
 
-    ``stalled``: calls wait until ``resume`` or their deadline. ``broken``: names of calls that raise. ``die`` and ``revive`` are
-    the storage process going away and coming back, with another pool.
+    ``stalled``: calls wait until ``resume`` or their deadline; ``late``: they are carried out, and their answers wait.
+    ``broken``: names of calls that raise. ``die`` and ``revive`` are the storage process going away and coming back, with
+    another pool.
     """
 
     def __init__(self, pool_bytes: int = 1 << 20) -> None:
         self.inner = MemoryBackend(pool_bytes)
         self.broken: set[str] = set()
         self.stalled: set[str] = set()
+        self.late: set[str] = set()
         self.waiting = 0
         self.calls: list[str] = []
         self.stored: list[ObjectRef] = []
@@ -31,6 +33,7 @@ class FaultyBackend:
     def resume(self) -> None:
         """Let the calls that wait go on, and those to come."""
         self.stalled = set()
+        self.late = set()
         self._resume.set()
         self._resume = asyncio.Event()
 
@@ -73,7 +76,10 @@ class FaultyBackend:
         """See ``StorageBackend``: absent at the deadline."""
         if not await self._pass("acquire", deadline_s):
             return [None] * len(refs)
-        return await self.inner.acquire(refs, deadline_s)
+        answer = await self.inner.acquire(refs, deadline_s)
+        if "acquire" in self.late:
+            await self._wait(deadline_s)
+        return answer
 
     async def release(self, holds: Sequence[int]) -> None:
         """See ``StorageBackend``."""
@@ -111,6 +117,9 @@ class FaultyBackend:
             raise StorageUnavailable("broken by the test")
         if call not in self.stalled:
             return True
+        return await self._wait(deadline_s)
+
+    async def _wait(self, deadline_s: float) -> bool:
         resumed = self._resume
         self.waiting += 1
         try:

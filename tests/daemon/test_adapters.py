@@ -8,9 +8,10 @@ import pytest
 
 from kvgate.contract.artifacts import ArtifactSet
 from kvgate.daemon.app import Gateway
-from kvgate.protocol.messages import AdapterRegistered, ConfirmAdapter, Done, RegisterAdapter, Revoke
+from kvgate.protocol.messages import AdapterRegistered, ConfirmAdapter, Done, Load, RegisterAdapter, Revoke
 from tests.daemon import makers
-from tests.daemon.conftest import Start, nothing_held
+from tests.daemon.admin_client import counter
+from tests.daemon.conftest import Start, eventually, nothing_held
 from tests.daemon.engine import Engine
 from tests.daemon.wire import denied
 
@@ -197,4 +198,31 @@ async def test_revoked_engine_answers_waiting_stores_at_once(start: Start) -> No
     await engine.scheduler.call(Revoke(handle=engine.handle), Done)
     async with denied("revoked"):
         await waiting
+    await engine.close()
+
+
+async def test_load_of_a_lost_connection_is_not_left_open(start: Start) -> None:
+    """A load that waits for confirmations while its connection goes, and is granted later, keeps no hold for nobody."""
+    gateway = await start(adapter_wait_s=15.0)
+    engine = await Engine.start(gateway.config.socket_path, tp=2)
+    digest = await both(engine, "a")
+    await engine.store("x", adapter=digest)
+    await engine.workers[1].close()
+    await engine.join(1)
+    lease = await engine.lease("x", adapter=digest)
+    assert await engine.acquire(lease, 0, 1) == 1
+    engine.workers[0].post(Load(lease=lease, chunks=(0,)))
+
+    async def counted() -> bool:
+        return await counter(gateway, "sessions") == 3
+
+    await engine.workers[0].call(ConfirmAdapter(adapter=makers.adapter("a")), Done)  # answered after the load was begun
+    await engine.workers[0].close()
+    await engine.join(0)
+    for rank in range(2):
+        await confirm(engine, makers.adapter("a"), rank)
+    await eventually("the old connection is gone", counted)
+    assert (await gateway.status())["open_loads"] == 0
+    await engine.release(lease)
+    await nothing_held(gateway)
     await engine.close()

@@ -295,6 +295,12 @@ async def test_undelivered_slots_are_free_again(start: Start) -> None:
 
     await eventually("the loss is noticed", noticed)
     backend.resume()
+
+    async def aborted() -> bool:
+        return "abort" in backend.calls
+
+    # Not "no reservation": that is so before storage has answered, too.
+    await eventually("the slot is given back", aborted)
     await nothing_soon(gateway)
     await engine.close()
 
