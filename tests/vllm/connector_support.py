@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.vllm.engine import Engine, running
+from tests.vllm.engine import BLOCK_TOKENS, Engine, prompt_tokens, running
 from tests.vllm.gateway import GatewayProcess, wait_until
 
 CONNECTOR = "kvgate_vllm.connector"
@@ -16,6 +16,8 @@ CHUNK = 256
 TIE = 0.26
 """Largest difference of two logits that bfloat16 can turn around: two steps at their magnitude (16 to 32)."""
 SETTLE_S = 20.0
+UNCACHEABLE: dict[str, Any] = {"extra_args": {"ec_transfer_params": {}}}
+"""An input that the contract does not cover: the gateway is left out, vLLM's own prefix cache is not."""
 
 
 @dataclass(frozen=True)
@@ -230,3 +232,79 @@ def before_moves(method: str, action: Callable[[Sequence[Any]], None], times: in
         yield calls
     finally:
         setattr(Packer, method, plain)
+
+
+def reconnect(engine: Engine) -> None:
+    """Wait until requests can be bound (each probe also lets the worker report its new registration)."""
+
+    def bound() -> bool:
+        return ask_all(engine, [prompt_tokens(300, file=1)], max_tokens=1)[0].kvgate["outcome"] in ("miss", "hit")
+
+    wait_until(bound, 20, "the engine did not come back to the gateway")
+
+
+def add_requests(engine: Engine, prompts: dict[str, Sequence[int]], *, salt: str, max_tokens: int) -> list[str]:
+    """Hand requests to the engine core without running it; returns their ids there."""
+    from vllm import SamplingParams
+
+    known = set(engine.core.scheduler.requests)
+    for name, prompt in prompts.items():
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        engine.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt), "cache_salt": salt}, parameters)
+    return [name for name in engine.core.scheduler.requests if name not in known]
+
+
+def finish_requests(engine: Engine, names: Sequence[str]) -> None:
+    """Step until these requests are through."""
+    wait_until(
+        lambda: engine.llm.llm_engine.step() is not None and not any(name in engine.core.scheduler.requests for name in names),
+        60,
+        "the requests did not finish",
+    )
+
+
+def free_blocks(engine: Engine) -> int:
+    """Blocks that nobody holds."""
+    return int(engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+class FinishedPages:
+    """Copies of a request's pages at the moment it ends, taken through vLLM's own connector interface."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._plain = engine.connector.request_finished
+        self.tokens: list[int] = []
+        self.pages: list[Any] = []
+        engine.connector.request_finished = self._finished
+
+    def _finished(self, request: Any, block_ids: list[int]) -> Any:
+        self.tokens = list(request.all_token_ids)
+        self.pages = [layer[block_ids].clone() for layer in self._engine.worker.model_runner.kv_caches]
+        return self._plain(request, block_ids)
+
+    def close(self) -> None:
+        """Stop watching."""
+        del self._engine.connector.request_finished
+
+
+def check_decoded_chunks(engine: Engine, finished: FinishedPages, prompt: Sequence[int], total: int, salt: str) -> None:
+    """Generate up to ``total`` tokens; every chunk that fills must be restored as it lay in the pages, under the accepted tokens."""
+    import torch
+
+    forget_local(engine)
+    reply = ask_all(engine, [prompt], salt=salt, max_tokens=total - len(prompt))[0]
+    tokens, pages = finished.tokens, finished.pages
+    assert tokens == [*prompt, *reply.tokens]
+    continued = [*tokens, 5, 6, 7]
+    # From vLLM's own prefix cache, and past the gateway: it must not store the next chunk.
+    local = ask_all(engine, [continued], salt=salt, **UNCACHEABLE)[0]
+    assert local.cached > 0
+    forget_local(engine)
+    restored = ask_all(engine, [continued], salt=salt)[0]
+    # The last token was sampled and never computed: a chunk is whole only with one token more.
+    assert restored.restored == (total - 1) // CHUNK * CHUNK
+    assert_same_or_tie(restored, local, "continuation")
+    blocks = restored.restored // BLOCK_TOKENS
+    for layer, (before, after) in enumerate(zip(pages, finished.pages, strict=True)):
+        assert torch.equal(as_bytes(before[:blocks]), as_bytes(after[:blocks])), f"layer {layer}"

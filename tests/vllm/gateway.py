@@ -23,6 +23,8 @@ KVGATE = Path(sys.executable).parent / "kvgate"
 class GatewayProcess:
     """One gateway. ``restart`` keeps its folders: deployment secret, and what a persistent backend stored."""
 
+    program = KVGATE
+
     def __init__(self, root: Path, **settings: str) -> None:
         self.root = root
         self.state_dir = root / "s"
@@ -51,7 +53,7 @@ class GatewayProcess:
         flags = [f"--{name}={value}" for name, value in self._settings.items()]
         with (self.root / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(KVGATE), "serve", f"--state-dir={self.state_dir}", f"--data-dir={self.root / 'd'}", *flags],
+                [str(self.program), "serve", f"--state-dir={self.state_dir}", f"--data-dir={self.root / 'd'}", *flags],
                 stdout=log,
                 stderr=log,
                 env={key: value for key, value in os.environ.items() if not key.startswith("KVGATE_")},
@@ -69,6 +71,13 @@ class GatewayProcess:
     def resume(self) -> None:
         """Let it run again."""
         os.kill(self.pid, signal.SIGCONT)
+
+    def ensure(self) -> None:
+        """Start it if it does not run."""
+        if self._process is None or self._process.poll() is not None:
+            self.start()
+        else:
+            self.resume()
 
     def stop(self) -> None:
         """Stop it as an operator does."""

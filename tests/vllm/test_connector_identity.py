@@ -19,7 +19,7 @@ from tests.vllm.connector_support import (
     settle,
     watching,
 )
-from tests.vllm.engine import KJV, LORA, PYTHON, Engine, copy_model, flip_last_byte, prompt_tokens, put_adapter
+from tests.vllm.engine import KJV, LORA, PYTHON, Engine, EnginePool, copy_model, flip_last_byte, prompt_tokens, put_adapter
 from tests.vllm.gateway import GatewayProcess, gateway, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,8 +30,9 @@ CHUNKS_TOKENS = 512
 
 
 @pytest.fixture(scope="module")
-def gateway_process() -> Iterator[GatewayProcess]:
+def gateway_process(engines: EnginePool) -> Iterator[GatewayProcess]:
     """One gateway; every test uses another salt, and so a cache of its own."""
+    engines.close()  # vLLM has one worker connector a process, so one engine at a time
     with gateway() as process:
         yield process
 

@@ -21,7 +21,7 @@ from tests.vllm.connector_support import (
     scheduled_asynchronously,
     watching,
 )
-from tests.vllm.engine import BLOCK_TOKENS, Engine, prompt_tokens
+from tests.vllm.engine import BLOCK_TOKENS, Engine, EnginePool, prompt_tokens
 from tests.vllm.gateway import GatewayProcess, gateway
 
 pytestmark = pytest.mark.timeout(600)
@@ -82,8 +82,9 @@ SETUPS = [pytest.param(s, id=str(s), marks=() if s in PAIRWISE else (pytest.mark
 
 
 @pytest.fixture(scope="module")
-def gateway_process() -> Iterator[GatewayProcess]:
+def gateway_process(engines: EnginePool) -> Iterator[GatewayProcess]:
     """One gateway for all setups: what an engine stores there, the next one may restore."""
+    engines.close()  # vLLM has one worker connector a process, so one engine at a time
     with gateway() as process:
         yield process
 
