@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import signal
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from kvgate.storage.backend import Held, ObjectRef, Refusal, Reservation, Slot, StorageBackend
 from kvgate.storage.pool import PoolMapping
@@ -154,6 +156,17 @@ class Harness:
         await self.backend.abort(sorted(self.reservations), SOON_S)
         self.holds.clear()
         self.reservations.clear()
+
+
+def freeze(pid: int) -> None:
+    """Stop a process and wait until each of its threads has stopped: the signal alone takes effect a little later."""
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(3000):
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        if all(state == "T" for state in states):
+            return
+        signal.sigtimedwait([], 0.01)
+    raise AssertionError("the process does not stop")
 
 
 def overlap(first: Slot, second: Slot) -> bool:

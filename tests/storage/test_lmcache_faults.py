@@ -15,9 +15,9 @@ import pytest_asyncio
 from kvgate.storage.backend import ObjectRef, PoolInfo, Reservation, StorageUnavailable
 from kvgate.storage.lmcache import LMCacheBackend, LMCacheConfig
 from kvgate.storage.pool import SHM_DIR
-from kvgate.storage.run_folder import process_started
+from kvgate.storage.run_folder import RunFolder, process_started
 from tests.storage.conftest import needs_lmcache
-from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref
+from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, freeze, new_ref
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), needs_lmcache]
 
@@ -56,7 +56,7 @@ def lmcache_of(store: Harness) -> LMCacheBackend:
 
 def l2_folder(store: Harness) -> Path:
     """The folder the backend has as L2."""
-    (spec,) = lmcache_of(store)._config.adapters()
+    (spec,) = lmcache_of(store).config.adapters()
     return Path(spec["base_path"])
 
 
@@ -64,7 +64,10 @@ def send(store: Harness, number: signal.Signals) -> int:
     """Signal the storage process; its pid."""
     pid = lmcache_of(store).process_pid
     assert pid is not None
-    os.kill(pid, number)
+    if number is signal.SIGSTOP:
+        freeze(pid)
+    else:
+        os.kill(pid, number)
     return pid
 
 
@@ -289,7 +292,7 @@ async def test_calls_in_flight_are_bounded(tmp_path: Path) -> None:
     try:
         pid = backend.process_pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         waiting = [asyncio.ensure_future(backend.status(LONG_S)) for _ in range(2)]
         await asyncio.sleep(0.05)
         with pytest.raises(StorageUnavailable, match="too many"):
@@ -308,7 +311,7 @@ async def test_a_stopped_process_does_not_keep_stop_waiting_for_ever(tmp_path: P
     pool, pid = backend.pool, backend.process_pid
     assert pool is not None
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     async with asyncio.timeout(2 * SOON_S):
         await backend.stop(0)
     assert not (SHM_DIR / pool.name).exists()
@@ -330,7 +333,7 @@ async def test_a_stop_during_a_restart_leaves_nothing(tmp_path: Path) -> None:
     await backend.stop(0)
     assert not (SHM_DIR / pool.name).exists()
     assert not list((tmp_path / "storage").glob("*.sock"))
-    record = backend._folder.read()
+    record = RunFolder(tmp_path).read()
     assert record is not None
     assert not list(SHM_DIR.glob(f"*{record.start_id}*"))
     assert record.pid == 0 or process_started(record.pid) == 0

@@ -20,7 +20,7 @@ from kvgate.storage.lmcache_settings import MODULE, TMP_PREFIX
 from kvgate.storage.pool import SHM_DIR
 from kvgate.storage.run_folder import RunFolder, RunRecord, process_started, storage_processes
 from tests.storage.conftest import needs_lmcache
-from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref
+from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, freeze, new_ref
 
 pytestmark = needs_lmcache
 
@@ -93,7 +93,7 @@ async def test_the_storage_process_ends_with_its_daemon(tmp_path: Path, repo_roo
 async def test_a_start_after_a_kill_of_everything_removes_what_was_left(tmp_path: Path, repo_root: Path) -> None:
     """Pool, temporary files and sockets of the dead start are gone, its settled objects are found."""
     daemon, pool, pid = start_daemon(tmp_path, repo_root)
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     daemon.kill()
     daemon.communicate()
     os.kill(pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ async def test_a_start_after_a_kill_of_everything_removes_what_was_left(tmp_path
 async def test_a_start_ends_a_storage_process_that_outlived_its_daemon(tmp_path: Path, repo_root: Path) -> None:
     """One that hangs (stopped here) and so did not end with its daemon is killed by the next start."""
     daemon, pool, pid = start_daemon(tmp_path, repo_root)
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     daemon.kill()
     daemon.communicate()
     assert process_started(pid)

@@ -16,7 +16,7 @@ import pytest_asyncio
 from kvgate.storage.backend import ObjectRef, StorageUnavailable
 from kvgate.storage.lmcache import LMCacheBackend, LMCacheConfig
 from tests.storage.conftest import needs_lmcache
-from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref
+from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, freeze, new_ref
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), needs_lmcache]
 needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server on this machine")
@@ -100,7 +100,7 @@ async def test_an_l2_that_hangs_costs_deadlines_and_no_hold(remote: Harness, red
     await remote.push_out_of_l1()
     await remote.put(here)
     await remote.settle()
-    redis.process.send_signal(signal.SIGSTOP)
+    freeze(redis.process.pid)
     assert await remote.backend.probe(away, 0.1) == [None] * 4
     assert await remote.backend.acquire(away, 0.1) == [None] * 4
     with pytest.raises(StorageUnavailable):

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), needs_lmcache]
 def l2_folder(tiers: Harness) -> Path:
     """The folder the shared backend has as L2."""
     assert isinstance(tiers.backend, LMCacheBackend)
-    (spec,) = tiers.backend._config.adapters()
+    (spec,) = tiers.backend.config.adapters()
     return Path(spec["base_path"])
 
 

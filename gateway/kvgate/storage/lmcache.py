@@ -105,7 +105,7 @@ class LMCacheBackend:
     """``StorageBackend`` on LMCache. Restarts its process when it dies; until then calls raise ``StorageUnavailable``."""
 
     def __init__(self, config: LMCacheConfig) -> None:
-        self._config = config
+        self.config = config
         self._folder = RunFolder(Path(config.state_dir).resolve())
         self._process: StorageProcess | None = None
         self._pool: PoolInfo | None = None
@@ -297,7 +297,7 @@ class LMCacheBackend:
             raise StorageUnavailable(f"the storage process gave a malformed answer: {error}") from error
 
     async def _launch(self) -> None:
-        config = self._config
+        config = self.config
         self._generation = self._generation % _MAX_GENERATION + 1
         process = await StorageProcess.launch(
             self._folder,
@@ -319,7 +319,7 @@ class LMCacheBackend:
     async def _supervise(self) -> None:
         """Wait for the process to go, tell, clean up, start the next; with growing pauses while that fails."""
         loop = asyncio.get_running_loop()
-        pause_s = self._config.restart_pause_s
+        pause_s = self.config.restart_pause_s
         while True:
             process = self._process
             if process is None:
@@ -334,10 +334,10 @@ class LMCacheBackend:
             code = await process.bury()
             _log.error("storage_process_lost", pid=process.pid, exit_code=code)
             if loop.time() - served_since > _HEALTHY_S:
-                pause_s = self._config.restart_pause_s
+                pause_s = self.config.restart_pause_s
             while self._process is None:
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, self._config.max_restart_pause_s)
+                pause_s = min(2 * pause_s, self.config.max_restart_pause_s)
                 self._restarts += 1
                 try:
                     await self._launch()
@@ -346,7 +346,7 @@ class LMCacheBackend:
 
     async def _until_lost(self, process: StorageProcess) -> None:
         """Wait until the process is gone, or does not answer for ``hang_s``: a deadlock must not be an outage for ever."""
-        hang_s = self._config.hang_s
+        hang_s = self.config.hang_s
         while True:
             try:
                 async with asyncio.timeout(hang_s / 3):

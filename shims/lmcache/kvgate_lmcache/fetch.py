@@ -109,10 +109,15 @@ class Fetcher:
                     others[key] = job
                 elif not full and may_fetch(ref, key):
                     by_size[ref.object_bytes].append(key)
-            for object_bytes, keys in by_size.items():
-                make_room(object_bytes * len(keys))
-                step = max(1, min(_MAX_BATCH_OBJECTS, self._pool_bytes // _MAX_BATCH_SHARE // object_bytes))
-                jobs += [self._submit(keys[first : first + step], object_bytes) for first in range(0, len(keys), step)]
+            try:
+                for object_bytes, keys in by_size.items():
+                    make_room(object_bytes * len(keys))
+                    step = max(1, min(_MAX_BATCH_OBJECTS, self._pool_bytes // _MAX_BATCH_SHARE // object_bytes))
+                    for first in range(0, len(keys), step):
+                        jobs.append(self._submit(keys[first : first + step], object_bytes))
+            except BaseException:
+                self._abandoned += jobs  # what they lock is given back by the sweep
+                raise
         return jobs, others
 
     def _submit(self, keys: list[Any], object_bytes: int) -> _Job:

@@ -66,6 +66,7 @@ class StorageOps:
         self._writes: dict[int, _Write] = {}
         self._writing: set[bytes] = set()
         self._counters = _Counters()
+        self.late = threading.Event()  # set when a call left something to ``sweep``
         self.has_l2 = bool(l2_configs)
         self.watch = L2Watch()
         self.watch.expected = self.has_l2
@@ -127,7 +128,7 @@ class StorageOps:
             return [_NOTHING] * len(refs)
         locked = self._fetcher.fetch(items, self._may_fetch, self._make_room, deadline)
         if self._fetcher.abandoned:
-            self.deletions.kicked.set()
+            self.late.set()
         if not locked:
             return [_NOTHING] * len(refs)
         grants = self._hold([key if key in locked else None for key in keys], TierCode.L2)
@@ -164,7 +165,7 @@ class StorageOps:
         codes = {True: ProbeCode.PRESENT, False: ProbeCode.ABSENT, None: ProbeCode.UNKNOWN}
         answers = [codes[found] for found in self._lookup.exists(refs, deadline)]
         if self._lookup.abandoned:
-            self.deletions.kicked.set()
+            self.late.set()
         with self._lock:
             return bytes(
                 ProbeCode.ABSENT if self.deletions.hides(object_key(ref)) else answer
@@ -209,10 +210,9 @@ class StorageOps:
         }
 
     def sweep(self) -> bool:
-        """Finish what callers could not wait for; whether something is still open."""
+        """Take the answers of L2 that came too late for their callers; whether some are still to come."""
         fetches = self._fetcher.sweep()
-        lookups = self._lookup.sweep()
-        return self.deletions.sweep() or fetches or lookups
+        return self._lookup.sweep() or fetches
 
     def _may_fetch(self, ref: ObjectRef, key: Any) -> bool:
         return ref.address not in self._writing and not self.deletions.hides(key)

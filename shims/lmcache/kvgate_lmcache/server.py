@@ -61,7 +61,9 @@ class Server:
     def start(self) -> None:
         """Begin to serve, in threads of their own."""
         threading.Thread(target=self._serve, name="requests", daemon=True).start()
-        threading.Thread(target=self._sweep, name="sweep", daemon=True).start()
+        late, removals = self._ops.late, self._ops.deletions
+        threading.Thread(target=self._repeat, args=(self._ops.sweep, late), name="late-answers", daemon=True).start()
+        threading.Thread(target=self._repeat, args=(removals.sweep, removals.kicked), name="removals", daemon=True).start()
 
     def _serve(self) -> None:
         reader = FrameReader()
@@ -76,14 +78,15 @@ class Server:
         finally:
             self.ended.set()
 
-    def _sweep(self) -> None:
+    def _repeat(self, sweep: Callable[[], bool], wake: threading.Event) -> None:
+        """Call ``sweep`` when woken, and often while it says that something is open."""
         busy = False
         while not self.ended.is_set():
-            self._ops.deletions.kicked.wait(_SWEEP_BUSY_S if busy else _SWEEP_IDLE_S)
-            self._ops.deletions.kicked.clear()
+            wake.wait(_SWEEP_BUSY_S if busy else _SWEEP_IDLE_S)
+            wake.clear()
             try:
-                busy = self._ops.sweep()
-            except Exception as error:  # noqa: BLE001  # the sweep must go on; the cause is logged
+                busy = sweep()
+            except Exception as error:  # noqa: BLE001  # it must go on; the cause is logged
                 _log.error("sweep_failed", error=type(error).__name__)
                 busy = False
 
