@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from blake3 import blake3
 
+from kvgate_vllm.extras import Inputs, NotCovered, name_by_content, read_inputs
 from kvgate_vllm.state import LOGGER, PIN, Adapter, EngineState, RequestPin
 
 CONTEXT: Final = "kvgate 2026-11 v1 local block extra"
@@ -84,7 +85,26 @@ def _make_pin(request: Any, about: Construction | None) -> RequestPin:
         return RequestPin(os.urandom(32), epoch, None, "the scope of the request could not be established")
     adapter = None if about.adapter is None else about.adapter.digest
     extra = local_extra(domain, adapter, epoch, variant)
-    return RequestPin(extra, epoch, about.adapter if about.reason is None else None, about.reason)
+    inputs, reason = _inputs(request, about.state, extra)
+    reason = about.reason or reason
+    return RequestPin(extra, epoch, about.adapter if about.reason is None else None, reason, inputs)
+
+
+def _inputs(request: Any, state: EngineState, scope: bytes) -> tuple[Inputs | None, str | None]:
+    """Digests of the request's inputs besides tokens, or why it is uncacheable."""
+    try:
+        inputs = read_inputs(request)
+        if inputs is not None and inputs.items:
+            if state.inputs_reason is not None:
+                raise NotCovered(state.inputs_reason)
+            name_by_content(request, inputs, scope)
+    except NotCovered as uncovered:
+        state.log_once(str(uncovered))
+        return None, str(uncovered)
+    except Exception:  # noqa: BLE001 - logged; an input of a form nobody thought of must not fail its request
+        LOGGER.exception("kvgate: the inputs of a request could not be digested")
+        return None, "the inputs of the request could not be digested"
+    return inputs, None
 
 
 def install() -> None:
@@ -100,8 +120,8 @@ def install() -> None:
     def generate_block_hash_extra_keys(
         request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
     ) -> tuple[tuple[Any, ...] | None, int]:
+        pinned = pin(request)  # first: it names multimodal items by their content
         keys, mm_idx = stock(request, start_token_idx, end_token_idx, start_mm_idx)
-        pinned = pin(request)
         if pinned is None:
             return keys, mm_idx
         return ((TAG, pinned.extra), *(keys or ())), mm_idx

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from kvgate_vllm.engine_build import EngineBuild, device_text, engine_build, library_versions
 from kvgate_vllm.exact_text import exact_text, setting_name, settings_digest
+from kvgate_vllm.extras import has_inputs, preprocessing_digest
 from kvgate_vllm.geometry import Geometry, attention_layers, read_geometry
-from kvgate_vllm.state import active_state
+from kvgate_vllm.state import active_state, pin_of
 
 NOT_SETTINGS: Final = frozenset(
     {
@@ -124,6 +125,7 @@ class EngineDescription:
     weight_quantization: str
     cache_dtype: str
     kv_scales: bytes | None
+    multimodal: bytes | None
     numerics: NumericsSettings
     engine: EngineBuild
     geometry: Geometry
@@ -149,6 +151,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> EngineDescription
         weight_quantization=_weight_quantization(vllm_config),
         cache_dtype=cache_dtype,
         kv_scales=kv_scales,
+        multimodal=preprocessing_digest(vllm_config.model_config),
         numerics=_numerics(vllm_config, model, geometry),
         engine=engine_build(),
         geometry=geometry,
@@ -327,16 +330,16 @@ _NOT_NUMERIC: Final = (
 def request_reason(request: Any) -> str | None:
     """Why ``request`` (vLLM's ``Request``) is not one whose KV the contract describes, or None."""
     sampling = request.sampling_params
+    pin = pin_of(request)
+    digested = pin is not None and pin.inputs is not None
     unknown = (
         name
         for name, value in vars(request).items()
         if not name.startswith("_") and name not in KNOWN_REQUEST_FIELDS and value is not None and value is not False
     )
     checks = (
-        (bool(request.mm_features), "multimodal input is not covered"),
-        (request.prompt_embeds is not None, "prompt embeddings are not covered"),
-        (getattr(request, "prompt_is_token_ids", None) is not None, "prompt embeddings are not covered"),
-        (not request.prompt_token_ids, "a prompt without token ids is not covered"),
+        (has_inputs(request) and not digested, "an input besides tokens that was not digested is not covered"),
+        (not request.prompt_token_ids and request.prompt_embeds is None, "a prompt without token ids is not covered"),
         (request.pooling_params is not None or sampling is None, "a pooling request is not covered"),
         (getattr(request, "resumable", False), "a streaming session is not covered"),
         (getattr(request, "ec_transfer_params", None) is not None, "an encoder cache transfer is not covered"),

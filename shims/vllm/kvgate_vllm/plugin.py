@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from kvgate_vllm import hooks, loading
+from kvgate_vllm import extras, hooks, loading
 from kvgate_vllm.adapters import AdapterSnapshots, Limits
 from kvgate_vllm.state import CONNECTOR_NAME, LOGGER, EngineState, engine_state
 
@@ -48,6 +48,7 @@ def attach_scheduler(vllm_config: Any) -> EngineState:
     """
     hooks.install_engine_hooks()
     state = engine_state(vllm_config)
+    state.inputs_reason = extras.inputs_reason(vllm_config)
     if state.adapters is None and vllm_config.lora_config is not None:
         state.adapters = _snapshots(vllm_config)
     return state

@@ -144,7 +144,7 @@ def model_contract(description: EngineDescription, weights: WeightsReport, numer
         ),
         weight_quantization=description.weight_quantization,
         kv_quantization=KvQuantization(cache_dtype=description.cache_dtype, scales=description.kv_scales),
-        multimodal=None,
+        multimodal=description.multimodal,
         numerics=NumericsClass(name=numerics_class) if numerics_class else _numerics(description),
     )
 

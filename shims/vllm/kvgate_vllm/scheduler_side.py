@@ -86,6 +86,7 @@ class SchedulerSide:
             uncacheable=self._state.uncacheable_reason(request),
             adapter=AdapterRef(adapter.int_id, adapter.digest) if adapter else None,
             salt=request.cache_salt,
+            inputs=self._state.inputs_of(request),
         )
         self._tracks[track.request_id] = track
         self._lookups.arrive(track)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from kvgate_vllm.adapters import AdapterSnapshots
+    from kvgate_vllm.extras import Inputs
 
 CONNECTOR_NAME: Final = "KVGateConnector"
 LOGGER: Final = logging.getLogger("vllm.kvgate")
@@ -75,12 +76,16 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class RequestPin:
-    """What was decided about a request before vLLM hashed its first block. ``extra`` (32 bytes) is part of every block hash."""
+    """What was decided about a request before vLLM hashed its first block. ``extra`` (32 bytes) is part of every block hash.
+
+    ``inputs``: digests of what it has besides tokens; None: nothing, or, with a ``reason``, something that is not covered.
+    """
 
     extra: bytes
     epoch: int
     adapter: Adapter | None
     reason: str | None
+    inputs: Inputs | None = None
 
 
 class EngineState:
@@ -94,6 +99,8 @@ class EngineState:
         self._loaded: OrderedDict[int, LoadedAdapter] = OrderedDict()
         self._logged: set[str] = set()
         self._model: weakref.ref[Any] | None = None
+        self.inputs_reason: str | None = None
+        """Why this engine caches no request with multimodal items."""
         self.on_weights_changed: list[Callable[[WeightsReport], None]] = []
         self.on_adapter_loaded: list[Callable[[LoadedAdapter], None]] = []
         self.adapters: AdapterSnapshots | None = None
@@ -166,6 +173,11 @@ class EngineState:
         """The adapter pinned to ``request``, or None (no adapter, or one that could not be pinned: see the reason)."""
         pin = pin_of(request)
         return None if pin is None else pin.adapter
+
+    def inputs_of(self, request: Any) -> Inputs | None:
+        """Digests of what ``request`` has besides tokens, or None."""
+        pin = pin_of(request)
+        return None if pin is None else pin.inputs
 
     def uncacheable_reason(self, request: Any) -> str | None:
         """Why ``request`` must be neither looked up nor stored, or None. Changes to a reason when weights change under it."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvgate.contract.address import token_digests
 from kvgate_vllm.binding import Binding
 from kvgate_vllm.chunks import confirmed_tokens
+from kvgate_vllm.extras import Inputs, chunk_digests
 from kvgate_vllm.metadata import AdapterRef, LoadOp, StoreOp
 
 
@@ -25,6 +25,7 @@ class Track:
     uncacheable: str | None
     adapter: AdapterRef | None
     salt: str | None = field(repr=False)
+    inputs: Inputs | None = field(default=None, repr=False)
 
     binding: Binding | None = None
     bind_until: float = 0.0
@@ -70,8 +71,8 @@ class Track:
             self.token_key, self.digests = token_key, []
         known = len(self.digests)
         if known < end:
-            tokens = self.request.all_token_ids[known * self.chunk_tokens : end * self.chunk_tokens]
-            self.digests += token_digests(token_key, list(tokens), self.chunk_tokens)
+            tokens = self.request.all_token_ids
+            self.digests += chunk_digests(self.inputs, token_key, tokens, self.chunk_tokens, known, end)
         return self.digests[:end]
 
     def reset_for_preemption(self) -> None:
