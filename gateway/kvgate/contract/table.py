@@ -117,7 +117,7 @@ _STORED_FORM: Final = _rows(
     ("plan.tensor_parallel", "plan", "workers of a stage"),
     ("plan.replication", "plan", "workers that hold an equal copy of each rectangle"),
     ("plan.rectangles[].group", "plan", "KV group of a rectangle"),
-    ("plan.rectangles[].layer_start", "plan", "its first layer, numbered over the whole model"),
+    ("plan.rectangles[].layer_start", "plan", "its first layer, counted in the group over the whole model"),
     ("plan.rectangles[].layer_end", "plan", "the layer after its last"),
     ("plan.rectangles[].head_start", "plan", "its first KV head"),
     ("plan.rectangles[].head_end", "plan", "the KV head after its last"),
