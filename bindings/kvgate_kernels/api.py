@@ -50,6 +50,17 @@ def backend_names(device: str) -> list[str]:
     return [name for name, _ in _candidates(device)]
 
 
+def survey() -> list[tuple[str, str]]:
+    """Every backend of this machine, best first for each kind of pages, and why it can or cannot be used: for ``kvgate doctor``."""
+    found: list[tuple[str, str]] = []
+    for name, probe in (*cpu.probes(), *gpu.probes()):
+        try:
+            found.append((name, probe()))
+        except NativeUnavailable as error:
+            found.append((name, f"not usable: {error}"))
+    return [*found, (ReferenceBackend.name, "usable for any pages")]
+
+
 class Packer:
     """Moves whole chunks between one worker's pages and payloads. Thread-safe: calls may run at once, for background saves.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from blake3 import blake3
 
@@ -29,7 +30,7 @@ SHARED_HASH_STEP_BYTES = 8 << 20
 """The steps where all threads work on one payload: they fit the shared cache."""
 
 
-__all__ = ["TARGETS", "CpuBackend", "backend_name", "cpu_factory"]
+__all__ = ["TARGETS", "CpuBackend", "backend_name", "cpu_factory", "probes"]
 
 
 def backend_name(target: str) -> str:
@@ -44,6 +45,16 @@ def cpu_factory(target: str) -> BackendFactory:
         return CpuBackend(load_cpu_library(target), pages, payload, options)
 
     return make
+
+
+def probes() -> list[tuple[str, Callable[[], str]]]:
+    """For each backend its name and a check that says what it is, or raises ``NativeUnavailable``."""
+
+    def probe(target: str) -> str:
+        load_cpu_library(target)
+        return f"usable for CPU pages, x86-64-{target}"
+
+    return [(backend_name(target), partial(probe, target)) for target in TARGETS]
 
 
 class CpuBackend:

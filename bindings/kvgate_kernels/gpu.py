@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -364,13 +364,31 @@ class GpuBackend:
         return self._finish(lane, tables, out, count)
 
 
+def probes() -> list[tuple[str, Callable[[], str]]]:
+    """For each backend its name and a check that says what it is, or raises ``NativeUnavailable``."""
+
+    def probe(target: str) -> str:
+        if not torch.cuda.is_available():
+            raise NativeUnavailable("no CUDA device, or torch without CUDA")
+        _check_target(target, 0)
+        load_gpu_code(0, target)
+        return f"usable for pages on {torch.cuda.get_device_name(0)}"
+
+    return [(backend_name(target), functools.partial(probe, target)) for target in TARGETS]
+
+
+def _check_target(target: str, device: int) -> None:
+    best = pick_target(torch.cuda.get_device_capability(device))
+    if target not in (best, "sm_80"):
+        raise NativeUnavailable(f"this device takes {best}")
+
+
 def gpu_factory(target: str) -> BackendFactory:
     """Makes the backend of one target; making it raises ``NativeUnavailable`` with the reason where it cannot be."""
 
     def make(pages: PageSet, payload: PayloadGeometry, options: Options) -> Backend:
         device = pages.device.index or 0
-        if (best := pick_target(torch.cuda.get_device_capability(device))) != target and target != "sm_80":
-            raise NativeUnavailable(f"this device takes {best}")
+        _check_target(target, device)
         try:
             return GpuBackend(load_gpu_code(device, target), pages, payload, options.pool)
         except (NoKernel, driver.DriverError) as error:

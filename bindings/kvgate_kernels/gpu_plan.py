@@ -17,7 +17,7 @@ UNPACK_TILE_BYTES = 64 << 10
 
 SMALL_BYTES = 256 << 20
 RAW_SMALL_TILE_BYTES = 8 << 10
-CODED_SMALL_TILE_BYTES = 16 << 10
+UNPACK_SMALL_TILE_BYTES = 16 << 10
 """Batches of less than SMALL_BYTES get smaller tiles, so that there are thread blocks for several rounds of the whole device."""
 
 
@@ -94,8 +94,10 @@ def _check(pages: PageSet, payload: PayloadGeometry, row_bytes: int, lines: int,
 
 
 def _tile_bytes(coded: bool, pack: bool, small: bool) -> int:
+    if coded and pack:
+        return PACK_TILE_BYTES
     if coded:
-        return CODED_SMALL_TILE_BYTES if small else PACK_TILE_BYTES if pack else UNPACK_TILE_BYTES
+        return UNPACK_SMALL_TILE_BYTES if small else UNPACK_TILE_BYTES
     return RAW_SMALL_TILE_BYTES if small else RAW_TILE_BYTES
 
 

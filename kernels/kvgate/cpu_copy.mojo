@@ -45,8 +45,8 @@ def log2_of(n: Int) -> Int:
 
 
 def tile_width[dt: DType]() -> Int:
-    """Elements along a tile's side: one full register a row, at most 32."""
-    return min(32, simd_byte_width() // size_of[Scalar[dt]]())
+    """Elements along a tile's side: a register a row, at most 16 rows, so that all stay in registers."""
+    return min(16, simd_byte_width() // size_of[Scalar[dt]]())
 
 
 @inline(.always)

@@ -12,7 +12,7 @@ from kvgate_kernels import ChunkMove, Codec, NonFiniteValues, Packer, PageGeomet
 from kvgate_kernels.codecs import decode_values, encode_values
 from tests.kernels.arena import Arena, Case, cases, oracle_payload, oracle_unpack
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TWO_COMPONENTS = tuple(layout for layout in PageLayout if layout is not PageLayout.MLA_LATENT)
 CODED_CASES = st.sampled_from([Codec.K16V8, Codec.K16V8_E4M3]).flatmap(
     lambda codec: cases(layouts=TWO_COMPONENTS, codec=codec, most_tokens=96)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvgate_kernels import ChunkMove, Packer, PageGeometry, PageLayout
 from tests.kernels.arena import CANARY, CANARY_BYTES, Arena, Case, cases, oracle_payload, oracle_unpack
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def guarded_payload(payload_bytes: int, lead: int = 0) -> tuple[npt.NDArray[np.uint8], memoryview]:
