@@ -21,7 +21,7 @@ from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.policy import Domain, Policy
 from kvgate.daemon.presence import PresenceIndex
 from kvgate.daemon.processes import Process
-from kvgate.daemon.reads import Reads
+from kvgate.daemon.reads import Reads, shard_refs
 from kvgate.daemon.registry import Rank, Registration, Registry
 from kvgate.daemon.writers import Writer
 from kvgate.daemon.writes import Writes
@@ -265,17 +265,28 @@ class Service:
 
     async def _load(self, session: Session, message: messages.Load) -> Record:
         lease = await self._worker_lease(session, message.lease)
-        return await self._reads.load(session.id, lease, session.rectangle, message.chunks)
+        plan = await self._reads.load(session.id, lease, session.rectangle, message.chunks)
+        self._log_touched("worker.load", session, lease, [slot.chunk for slot in plan.slots])
+        return plan
 
     async def _finish_load(self, session: Session, message: messages.FinishLoad) -> Record:
         return messages.LoadVerdict(valid=await self._reads.finish_load(session.id, message.ticket, message.mismatched))
 
     async def _reserve(self, session: Session, message: messages.Reserve) -> Record:
         lease = await self._worker_lease(session, message.lease)
-        return await self._writes.reserve(self._writer(session), lease, session.rectangle, message.chunks)
+        reserved = await self._writes.reserve(self._writer(session), lease, session.rectangle, message.chunks)
+        self._log_touched("worker.reserve", session, lease, [slot.chunk for slot in reserved.slots if slot.status == "slot"])
+        return reserved
 
     async def _commit(self, session: Session, message: messages.Commit) -> Record:
         return messages.Committed(visible=await self._writes.commit(self._writer(session), message.written, message.aborted))
+
+    def _log_touched(self, event: str, session: Session, lease: Lease, chunks: list[int]) -> None:
+        """For an audit at level debug: which stored objects a worker was let at. Addresses tell nothing but that they are equal."""
+        if self._config.log_level == "debug":
+            refs = [shard_refs(lease.registration, lease.chunks[index])[session.rectangle] for index in chunks]
+            shards = [ref.address.hex() for ref in refs]
+            log.debug(event, pp_rank=session.rank[0], tp_rank=session.rank[1], chunks=chunks, shards=shards)
 
     def _domain(self, session: Session) -> Domain:
         assert session.domain is not None, "answer() lets nothing but Hello through before"

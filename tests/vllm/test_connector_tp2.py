@@ -1,0 +1,192 @@
+"""Two workers, each with a part of the KV heads: one registration, one root, an object a rectangle, and a hit only where all are there.
+
+The engine has processes of its own here, as ``vllm serve`` has them, and the gateway keeps its objects in LMCache's L2.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.connector_support import Reply, ask_all, assert_same_or_tie, connected
+from tests.vllm.engine import ROOT, prompt_tokens
+from tests.vllm.engine_process import EngineProcess, engine_process, reconnected
+from tests.vllm.gateway import GatewayProcess, wait_until
+from tests.vllm.test_explain import explained
+
+LMCACHE_KVGATE = ROOT / ".venv" / "gateway" / "bin" / "kvgate"
+"""LMCache is installed beside the gateway, not beside vLLM."""
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not LMCACHE_KVGATE.exists(), reason="needs the gateway's environment (make env-gateway)"),
+]
+
+TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+TWO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+PROMPT = prompt_tokens(600)
+CHUNKS = 2
+SETTLE_S = 60.0
+
+Touched = dict[int, dict[int, str]]
+"""tp rank → chunk → shard address."""
+
+
+class LMCacheGateway(GatewayProcess):
+    """A gateway whose L2 is a folder, and that says which objects each worker was let at."""
+
+    program = LMCACHE_KVGATE
+
+    def __init__(self, root: Path) -> None:
+        flags = {"log-level": "debug", "log-format": "json", "probe-s": "30", "storage-s": "30"}
+        super().__init__(root, backend="lmcache", **flags)
+
+    def touched(self, event: str) -> Touched:
+        """What each rank reserved ("worker.reserve") or loaded ("worker.load") since the start, by chunk."""
+        found: Touched = {}
+        for line in self.events(event):
+            found.setdefault(line["tp_rank"], {}).update(zip(line["chunks"], line["shards"], strict=True))
+        return found
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The log's lines of one event."""
+        lines = [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == name]
+
+    def stored(self) -> dict[str, Path]:
+        """Files of L2 by shard address."""
+        return {path.name.split("@")[3]: path for path in (self.root / "d" / "l2").rglob("*.data")}
+
+    def wait_stored(self, shards: set[str]) -> None:
+        """Wait until L2 holds at least these objects."""
+        wait_until(lambda: shards <= self.stored().keys(), SETTLE_S, "the objects did not reach L2")
+
+
+@contextmanager
+def lmcache_gateway() -> Iterator[LMCacheGateway]:
+    """One, started."""
+    root = Path(tempfile.mkdtemp(prefix="kvg-"))
+    process = LMCacheGateway(root)
+    try:
+        process.start()
+        yield process
+    finally:
+        process.stop()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@dataclass
+class Story:
+    """What happened in one run of the scenario, step by step; the tests below read it."""
+
+    replies: dict[str, Reply] = field(default_factory=dict)
+    reserved: Touched = field(default_factory=dict)
+    loaded: Touched = field(default_factory=dict)
+    stored: set[str] = field(default_factory=set)
+    registrations: list[dict[str, Any]] = field(default_factory=list)
+    registered: list[dict[str, Any]] = field(default_factory=list)
+    explained: list[dict[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Store with two workers; start everything anew; restore; lose one worker's object; ask with one worker."""
+    folder = tmp_path_factory.mktemp("tp2")
+    seen = Story()
+    with lmcache_gateway() as gateway:
+        with engine_process(gateway, folder / "first", environment=TWO_CORES, **TP2) as engine:
+            store(engine, gateway, seen)
+        gateway.restart()
+        with engine_process(gateway, folder / "second", environment=TWO_CORES, **TP2) as engine:
+            seen.replies["restored"] = engine.ask(PROMPT)
+            seen.loaded = gateway.touched("worker.load")
+            lose_a_shard(engine, gateway, seen)
+        gateway.restart()
+        with connected(gateway) as alone:
+            reply = seen.replies["alone"] = ask_all(alone, [PROMPT], max_tokens=24)[0]
+            seen.explained = explained(gateway, reply.kvgate["reference"])
+    return seen
+
+
+def store(engine: EngineProcess, gateway: LMCacheGateway, seen: Story) -> None:
+    """Compute and store; then once more from vLLM's own prefix cache."""
+    seen.replies["computed"] = engine.ask(PROMPT)
+    seen.registrations = gateway.status()["registrations"]
+    seen.registered = gateway.events("worker.registered")
+    seen.replies["local"] = engine.ask(PROMPT)
+    wait_until(
+        lambda: {len(chunks) for chunks in gateway.touched("worker.reserve").values()} == {CHUNKS},
+        SETTLE_S,
+        "not every worker stored",
+    )
+    seen.reserved = gateway.touched("worker.reserve")
+    gateway.wait_stored(shards(seen.reserved))
+    seen.stored = set(gateway.stored())
+
+
+def lose_a_shard(engine: EngineProcess, gateway: LMCacheGateway, seen: Story) -> None:
+    """Stop the gateway, delete the second worker's object of the second chunk from L2, and ask again; then of the first chunk."""
+    for chunk, step in ((1, "second chunk lost"), (0, "first chunk lost")):
+        gateway.stop()
+        gateway.stored()[seen.reserved[1][chunk]].unlink()
+        gateway.start()
+        reconnected(engine)
+        engine.forget_local()
+        seen.replies[step] = engine.ask(PROMPT)
+        # What was missing has been computed, and is stored again.
+        gateway.wait_stored(shards(seen.reserved))
+
+
+def shards(touched: Touched) -> set[str]:
+    """All addresses."""
+    return {shard for chunks in touched.values() for shard in chunks.values()}
+
+
+def test_both_ranks_seal_one_registration(story: Story) -> None:
+    """Two workers report, one registration comes of it, sealed by the second; their ranks are their own."""
+    assert len(story.registrations) == 1
+    assert [(line["tp_rank"], line["sealed"]) for line in story.registered][-1][1]
+    assert {line["tp_rank"] for line in story.registered} == {0, 1}
+    assert len({line["model"] for line in story.registered}) == 1
+
+
+def test_each_rank_stores_its_own_object_of_each_chunk(story: Story) -> None:
+    """Each worker reserved its own address of each chunk and no other, and L2 holds exactly these objects."""
+    assert {rank: sorted(chunks) for rank, chunks in story.reserved.items()} == {0: [0, 1], 1: [0, 1]}
+    assert len(shards(story.reserved)) == 2 * CHUNKS
+    assert story.stored == shards(story.reserved)
+
+
+def test_each_rank_loads_exactly_what_it_stored(story: Story) -> None:
+    """After a restart of everything each worker is let at the very addresses it stored, and at none of the other's."""
+    assert story.loaded == story.reserved
+
+
+def test_restored_text_is_that_of_the_local_prefix_cache(story: Story) -> None:
+    """The text after the restart is what the same kind of engine gives from its own prefix cache."""
+    assert story.replies["computed"].restored == 0
+    assert story.replies["local"].cached >= CHUNKS * 256
+    assert story.replies["restored"].restored == CHUNKS * 256
+    assert_same_or_tie(story.replies["restored"], story.replies["local"], "restored with two workers")
+
+
+def test_one_lost_rectangle_makes_its_chunk_a_miss(story: Story) -> None:
+    """Where one worker's object of a chunk is gone, that chunk and all behind it miss, and the text stays right."""
+    assert story.replies["second chunk lost"].restored == 256
+    assert story.replies["first chunk lost"].restored == 0
+    for step in ("second chunk lost", "first chunk lost"):
+        assert_same_or_tie(story.replies[step], story.replies["local"], step)
+
+
+def test_one_worker_misses_what_two_stored_because_of_the_plan(story: Story) -> None:
+    """An engine of one worker restores nothing of it; the operator is told "plan", and nothing else."""
+    assert story.replies["alone"].restored == 0
+    assert [one["reasons"] for one in story.explained] == [["plan"]]
