@@ -55,8 +55,11 @@ class EngineProcess:
         return Reply(tuple(told["tokens"]), tuple(tuple(top) for top in told["top"]), told["cached"], told["kvgate"])
 
     def forget_local(self) -> None:
-        """Empty vLLM's own prefix cache."""
-        assert self._command({"forget": True})["done"]
+        """Empty vLLM's own prefix cache, once no block is held for a save any more."""
+        until = time.monotonic() + ANSWER_S
+        while not self._command({"forget": True})["done"]:
+            assert time.monotonic() < until, "saves did not settle"
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         """End it, as an operator does."""
