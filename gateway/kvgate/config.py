@@ -67,7 +67,11 @@ class Config:
     data_dir: str = _setting("what must survive: deployment secret, the default L2 folder; mode 0700", factory=default_data_dir)
     secret_file: str = _setting("deployment secret, mode 0600; empty: <data_dir>/secret, made on first start", default="")
     admin_tcp: str = _setting("HOST:PORT for the admin HTTP besides its unix socket; empty: none", default="")
-    backend: str = _setting("storage: lmcache, memory, or auto (lmcache where it is installed)", default="auto")
+    backend: str = _setting(
+        "storage: lmcache, memory, attach (to a running lmcache server), or auto (lmcache where it is installed)",
+        default="auto",
+    )
+    attach_url: str = _setting("backend attach: address of the lmcache server, e.g. tcp://127.0.0.1:5555", default="")
     pool_bytes: int = _setting("size of the L1 pool in shared memory; takes KiB, MiB, GiB", default=1 << 30)
     l2: str = _setting('LMCache L2 adapters as a JSON list; empty: [{"type":"fs"}] in <data_dir>/l2', default="")
     chunk_tokens: int = _setting("tokens in one chunk", default=256)
@@ -82,7 +86,9 @@ class Config:
     explain_chunks: int = _setting(
         "entries of the index from which misses are explained; the oldest go first", default=1_000_000
     )
-    explain_misses: int = _setting("requests that missed, kept in memory for `kvgate explain`; the oldest go first", default=4096)
+    explain_misses: int = _setting(
+        "requests that missed, kept in memory for `kvgate explain`; the oldest go first", default=4096
+    )
     probe_s: float = _setting("longest existence probe of L2 for one request", default=0.5)
     storage_s: float = _setting("deadline of one storage call", default=5.0)
     adapter_wait_s: float = _setting("how long a load or store waits for all ranks to confirm an adapter", default=2.0)
@@ -135,7 +141,7 @@ _PATHS: Final = ("state_dir", "data_dir", "secret_file", "credentials_file")
 _MAX_TEXT_CHARS: Final = 65_536
 _MAX_DOMAIN_BYTES: Final = 4096
 _CHOICES: Final = {
-    "backend": ("auto", "lmcache", "memory"),
+    "backend": ("auto", "lmcache", "memory", "attach"),
     "codec": ("raw",),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("json", "console"),
@@ -256,6 +262,8 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
         raise ConfigError(f"state_dir ({origins['state_dir']}): too long for a unix socket; choose a path under 80 bytes")
     if config.admin_tcp and not _is_host_port(config.admin_tcp):
         raise ConfigError(f"admin_tcp ({origins['admin_tcp']}): must be HOST:PORT, e.g. 127.0.0.1:9464")
+    if config.backend == "attach" and not re.fullmatch(r"(tcp|ipc|grpc|grpc\+unix)://\S+", config.attach_url):
+        raise ConfigError(f"attach_url ({origins['attach_url']}): backend attach needs it, e.g. tcp://127.0.0.1:5555")
     try:
         config.l2_adapters()
     except ConfigError as error:

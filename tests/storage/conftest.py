@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from kvgate.storage.attach import AttachedBackend
 from kvgate.storage.backend import StorageBackend
 from kvgate.storage.lmcache import LMCacheBackend, LMCacheConfig
 from kvgate.storage.memory import MemoryBackend
 from tests.storage.harness import POOL_BYTES, Harness
+from tests.storage.servers import lmcache_server, needs_redis, needs_valkey, redis_adapter, redis_server, valkey_adapter
 
 HAS_LMCACHE = importlib.util.find_spec("lmcache") is not None
 needs_lmcache = pytest.mark.skipif(not HAS_LMCACHE, reason="LMCache is not installed in this environment")
@@ -25,13 +29,38 @@ def make_backend(kind: str, state_dir: Path, pool_bytes: int = POOL_BYTES) -> St
     return LMCacheBackend(LMCacheConfig(state_dir=state_dir, pool_bytes=pool_bytes))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["memory", pytest.param("lmcache", marks=needs_lmcache)])
+@contextmanager
+def made_backend(kind: str, folder: Path, pool_bytes: int = POOL_BYTES) -> Iterator[StorageBackend]:
+    """A backend of that kind, not started; the server it needs runs as long as the block."""
+    if kind in ("redis", "valkey"):
+        with redis_server(folder) as redis:
+            adapter = redis_adapter(redis) if kind == "redis" else valkey_adapter(redis)
+            yield LMCacheBackend(LMCacheConfig(state_dir=folder, pool_bytes=pool_bytes, l2_adapters=(adapter,)))
+    elif kind == "attach":
+        l2 = json.dumps({"type": "fs", "base_path": str(folder / "l2")})
+        with lmcache_server(folder, pool_bytes, l2) as server:
+            url = f"tcp://127.0.0.1:{server.port}"
+            yield AttachedBackend(LMCacheConfig(state_dir=folder, pool_bytes=pool_bytes, attach_url=url))
+    else:
+        yield make_backend(kind, folder, pool_bytes)
+
+
+KINDS = [
+    "memory",
+    pytest.param("lmcache", marks=needs_lmcache),
+    pytest.param("redis", marks=[needs_lmcache, needs_redis]),
+    pytest.param("valkey", marks=[needs_lmcache, needs_redis, needs_valkey]),
+    pytest.param("attach", marks=needs_lmcache),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
 async def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StorageBackend]:
     """A started backend of each kind, shared by the tests of a module."""
-    made = make_backend(request.param, tmp_path_factory.mktemp("state"))
-    await made.start()
-    yield made
-    await made.stop(0)
+    with made_backend(request.param, tmp_path_factory.mktemp("state")) as made:
+        await made.start()
+        yield made
+        await made.stop(0)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

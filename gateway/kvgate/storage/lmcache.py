@@ -61,7 +61,7 @@ class LMCacheConfig:
     folder under ``state_dir``, an empty tuple no L2. ``evict_watermark``: share of the pool in use above which LMCache evicts
     ``evict_ratio`` of its objects, once a second; room is also made when a reservation needs it. ``hang_s``: a process that
     does not answer for so long is killed and replaced. ``orphan_drain_s``: how long it goes on writing to L2 when the daemon
-    dies. ``fetches_in_flight``: L2 reads at a time.
+    dies. ``fetches_in_flight``: L2 reads at a time. ``attach_url``: use that `lmcache server` (see ``attach.py``) and host nothing.
     """
 
     state_dir: Path | str
@@ -77,6 +77,7 @@ class LMCacheConfig:
     orphan_drain_s: float = 5.0
     restart_pause_s: float = 0.2
     max_restart_pause_s: float = 30.0
+    attach_url: str = ""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for values that cannot work."""
@@ -311,6 +312,7 @@ class LMCacheBackend:
             orphan_drain_s=config.orphan_drain_s,
             max_calls=config.max_calls,
             start_timeout_s=config.start_timeout_s,
+            attach_url=config.attach_url,
         )
         self._process = process
         self._set_pool(process.pool)

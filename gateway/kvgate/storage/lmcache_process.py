@@ -64,6 +64,7 @@ class StorageProcess:
         orphan_drain_s: float,
         max_calls: int,
         start_timeout_s: float,
+        attach_url: str = "",
     ) -> StorageProcess:
         """Start a process and wait until it serves. Raises ``StorageUnavailable`` with the cause, nothing left behind."""
         start_id = secrets.token_hex(16)
@@ -77,6 +78,7 @@ class StorageProcess:
             evict_ratio=evict_ratio,
             fetches_in_flight=fetches_in_flight,
             orphan_drain_s=orphan_drain_s,
+            attach_url=attach_url,
         )
         _check_before_start(settings)
         l2_folders = tuple(str(spec["base_path"]) for spec in l2_adapters if isinstance(spec.get("base_path"), str))
@@ -100,7 +102,7 @@ class StorageProcess:
             if isinstance(error, OSError):
                 raise StorageUnavailable(f"the storage process does not start: {error.strerror}") from error
             raise
-        pool = PoolInfo(settings.pool_name, ready.pool_bytes, ready.align_bytes, generation)
+        pool = PoolInfo(ready.pool_name or settings.pool_name, ready.pool_bytes, ready.align_bytes, generation)
         return cls(folder, record, process, connection, pool)
 
     async def bury(self, exit_s: float = 0.0) -> int:
@@ -121,7 +123,7 @@ def _check_before_start(settings: ProcessSettings) -> None:
             f"the state_dir's path is too long for a socket in it ({_MAX_SOCKET_PATH_BYTES} bytes at most): choose a shorter one"
         )
     free_bytes = shutil.disk_usage(SHM_DIR).free
-    if settings.pool_bytes > free_bytes:
+    if not settings.attach_url and settings.pool_bytes > free_bytes:
         raise StorageUnavailable(
             f"{SHM_DIR} has {free_bytes} bytes free, the pool needs {settings.pool_bytes}: "
             f"make the pool smaller, or {SHM_DIR} larger"
@@ -158,7 +160,7 @@ async def _ready(process: asyncio.subprocess.Process, settings: ProcessSettings)
         raise StorageUnavailable(f"the storage process gave no ready line: {error}") from error
     if ready.error:
         raise StorageUnavailable(ready.error)
-    if ready.wire != WIRE or ready.pool_bytes != settings.pool_bytes:
+    if ready.wire != WIRE or (ready.pool_bytes != settings.pool_bytes and not settings.attach_url):
         raise StorageUnavailable("the storage process is of another kvgate than this daemon: reinstall both together")
     return ready
 

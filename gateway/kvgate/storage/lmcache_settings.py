@@ -24,7 +24,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """All the storage process needs to know. Paths are absolute."""
+    """All the storage process needs to know. Paths are absolute. ``attach_url``: carry to that `lmcache server`, host nothing."""
 
     start_id: str
     parent_pid: int
@@ -35,6 +35,7 @@ class ProcessSettings:
     evict_ratio: float
     fetches_in_flight: int
     orphan_drain_s: float
+    attach_url: str = ""
 
     @property
     def pool_name(self) -> str:
@@ -58,12 +59,13 @@ class ProcessSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The process's answer: it serves, or why it cannot (``error``)."""
+    """The process's answer: it serves, or why it cannot (``error``). ``pool_name`` is given where it is not this start's own."""
 
     wire: int
     pool_bytes: int
     align_bytes: int
     error: str
+    pool_name: str = ""
 
     def to_line(self) -> bytes:
         """One JSON line."""

@@ -63,7 +63,7 @@ def main() -> None:
     stop = threading.Event()
     _end_with_parent(settings, stop)
     try:
-        _run(settings, stop, answers)
+        (_run_bridge if settings.attach_url else _run)(settings, stop, answers)
     except HostingError as error:
         _answer(answers, Ready(WIRE, 0, 0, str(error)))
         _remove_traces(settings)
@@ -83,7 +83,7 @@ def _run(settings: ProcessSettings, stop: threading.Event, answers: BinaryIO) ->
     ops = StorageOps(manager, internals, settings.pool_bytes, l2_configs)
     gc.collect()
     gc.freeze()  # torch's and LMCache's modules need no look at every collection
-    connection = _accept(settings, stop, answers)
+    connection = _accept(settings, stop, answers, Ready(WIRE, settings.pool_bytes, ALIGN_BYTES, ""))
     if connection is not None and not stop.is_set():
         from .server import Server
 
@@ -100,6 +100,20 @@ def _run(settings: ProcessSettings, stop: threading.Event, answers: BinaryIO) ->
     os._exit(0)
 
 
+def _run_bridge(settings: ProcessSettings, stop: threading.Event, answers: BinaryIO) -> None:
+    check_version()
+    quiet_lmcache()
+    from .bridge import Bridge
+
+    bridge = Bridge(settings, stop)
+    connection = _accept(settings, stop, answers, bridge.open())
+    if connection is not None:
+        bridge.run(connection)
+    _remove_traces(settings)
+    sys.stderr.flush()
+    os._exit(0)  # LMCache's client waits for its server without a time limit
+
+
 def _end_with_parent(settings: ProcessSettings, stop: threading.Event) -> None:
     """SIGTERM is the order to stop, and the kernel sends it when the daemon dies. Ctrl-C is the daemon's business."""
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
@@ -111,7 +125,7 @@ def _end_with_parent(settings: ProcessSettings, stop: threading.Event) -> None:
         sys.exit(0)  # it died before the line above
 
 
-def _accept(settings: ProcessSettings, stop: threading.Event, answers: BinaryIO) -> socket.socket | None:
+def _accept(settings: ProcessSettings, stop: threading.Event, answers: BinaryIO, ready: Ready) -> socket.socket | None:
     """Listen, say so, and take the daemon's connection; the socket's name is gone before anyone else could use it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
@@ -120,7 +134,7 @@ def _accept(settings: ProcessSettings, stop: threading.Event, answers: BinaryIO)
             raise HostingError(f"cannot listen on the private socket: {error.strerror}") from error
         listener.listen(1)
         listener.settimeout(_ACCEPT_STEP_S)
-        _answer(answers, Ready(WIRE, settings.pool_bytes, ALIGN_BYTES, ""))
+        _answer(answers, ready)
         connection = _first_connection(listener, stop)
         Path(settings.socket_path).unlink(missing_ok=True)
     if connection is None:
