@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.connector_support import Reply, ask_all, assert_same_or_tie, connected
-from tests.vllm.engine import ROOT, prompt_tokens
+from tests.vllm.engine import MODEL, ROOT, flip_last_byte, prompt_tokens
 from tests.vllm.engine_process import EngineProcess, engine_process, reconnected
 from tests.vllm.gateway import GatewayProcess, wait_until
 from tests.vllm.test_explain import explained
@@ -133,16 +133,44 @@ def store(engine: EngineProcess, gateway: LMCacheGateway, seen: Story) -> None:
 
 
 def lose_a_shard(engine: EngineProcess, gateway: LMCacheGateway, seen: Story) -> None:
-    """Stop the gateway, delete the second worker's object of the second chunk from L2, and ask again; then of the first chunk."""
-    for chunk, step in ((1, "second chunk lost"), (0, "first chunk lost")):
+    """One worker's object of a chunk is deleted from L2, or a byte of it changed, while the gateway is stopped; then ask again."""
+    for chunk, step in ((1, "second chunk lost"), (0, "first chunk lost"), (1, "second chunk damaged")):
         gateway.stop()
-        gateway.stored()[seen.reserved[1][chunk]].unlink()
+        file = gateway.stored()[seen.reserved[1][chunk]]
+        if "lost" in step:
+            file.unlink()
+        else:
+            flip_last_byte(file)
         gateway.start()
         reconnected(engine)
         engine.forget_local()
         seen.replies[step] = engine.ask(PROMPT)
         # What was missing has been computed, and is stored again.
         gateway.wait_stored(shards(seen.reserved))
+
+
+def one_kv_head(folder: Path) -> Path:
+    """A tiny model of random weights with one KV head, for the tokenizer of the model in tests/models."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, folder / name)
+    return folder
 
 
 def shards(touched: Touched) -> set[str]:
@@ -186,7 +214,48 @@ def test_one_lost_rectangle_makes_its_chunk_a_miss(story: Story) -> None:
         assert_same_or_tie(story.replies[step], story.replies["local"], step)
 
 
+def test_one_damaged_rectangle_is_computed_by_all(story: Story) -> None:
+    """Where only the second worker finds other bytes than were stored, both compute that chunk, and the text stays right."""
+    reply = story.replies["second chunk damaged"]
+    assert (reply.restored, reply.kvgate["outcome"]) == (256, "load error")
+    assert_same_or_tie(reply, story.replies["local"], "damaged")
+
+
 def test_one_worker_misses_what_two_stored_because_of_the_plan(story: Story) -> None:
     """An engine of one worker restores nothing of it; the operator is told "plan", and nothing else."""
     assert story.replies["alone"].restored == 0
     assert [one["reasons"] for one in story.explained] == [["plan"]]
+
+
+@pytest.mark.slow
+def test_a_kv_head_that_both_workers_hold_is_stored_once(tmp_path: Path) -> None:
+    """With one KV head both workers hold equal copies: one object a chunk, whichever of them is first; both load that one."""
+    with (
+        lmcache_gateway() as gateway,
+        engine_process(
+            gateway, tmp_path / "engine", environment=TWO_CORES, model=str(one_kv_head(tmp_path / "m")), **TP2
+        ) as engine,
+    ):
+        computed = engine.ask(PROMPT)
+        wait_until(lambda: len(gateway.events("worker.reserve")) >= 2, SETTLE_S, "not every worker stored")
+        wait_until(lambda: len(gateway.stored()) >= CHUNKS, SETTLE_S, "the objects did not reach L2")
+        local = engine.ask(PROMPT)
+        lines = gateway.events("worker.reserve")
+        given = [chunk for line in lines for chunk in line["chunks"]]
+        skipped = [status for line in lines for status in line["skipped"]]
+        assert {line["tp_rank"] for line in lines} == {0, 1}
+        assert sorted(given) == list(range(CHUNKS))
+        assert len(skipped) == CHUNKS
+        assert set(skipped) <= {"busy", "resident"}
+        addresses = shards(gateway.touched("worker.reserve"))
+        assert gateway.stored().keys() == addresses
+        gateway.restart()
+        reconnected(engine)
+        engine.forget_local()
+        restored = engine.ask(PROMPT)
+        loaded = gateway.touched("worker.load")
+    assert (computed.restored, restored.restored) == (0, CHUNKS * 256)
+    assert_same_or_tie(restored, local, "restored from the one copy")
+    assert len(loaded) == 2
+    assert loaded[0] == loaded[1]
+    assert shards(loaded) == addresses

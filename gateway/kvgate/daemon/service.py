@@ -275,18 +275,20 @@ class Service:
     async def _reserve(self, session: Session, message: messages.Reserve) -> Record:
         lease = await self._worker_lease(session, message.lease)
         reserved = await self._writes.reserve(self._writer(session), lease, session.rectangle, message.chunks)
-        self._log_touched("worker.reserve", session, lease, [slot.chunk for slot in reserved.slots if slot.status == "slot"])
+        given = [slot.chunk for slot in reserved.slots if slot.status == "slot"]
+        skipped = [slot.status for slot in reserved.slots if slot.status != "slot"]
+        self._log_touched("worker.reserve", session, lease, given, skipped=skipped)
         return reserved
 
     async def _commit(self, session: Session, message: messages.Commit) -> Record:
         return messages.Committed(visible=await self._writes.commit(self._writer(session), message.written, message.aborted))
 
-    def _log_touched(self, event: str, session: Session, lease: Lease, chunks: list[int]) -> None:
+    def _log_touched(self, event: str, session: Session, lease: Lease, chunks: list[int], **more: list[str]) -> None:
         """For an audit at level debug: which stored objects a worker was let at. Addresses tell nothing but that they are equal."""
         if self._config.log_level == "debug":
             refs = [shard_refs(lease.registration, lease.chunks[index])[session.rectangle] for index in chunks]
             shards = [ref.address.hex() for ref in refs]
-            log.debug(event, pp_rank=session.rank[0], tp_rank=session.rank[1], chunks=chunks, shards=shards)
+            log.debug(event, pp_rank=session.rank[0], tp_rank=session.rank[1], chunks=chunks, shards=shards, **more)
 
     def _domain(self, session: Session) -> Domain:
         assert session.domain is not None, "answer() lets nothing but Hello through before"
