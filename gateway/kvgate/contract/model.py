@@ -14,6 +14,9 @@ from kvgate.contract.record import IdentityRecord, Record, frozen
 NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
 """Text of a number; ``Rope`` wants it exactly as Python's ``repr`` writes it: floats never enter the encoding."""
 
+SPLIT_PREFIX = "split."
+"""Names of numerics that only an engine of several workers has begin so."""
+
 WORD = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
 
 
@@ -83,9 +86,12 @@ class Numerics(IdentityRecord):
     def without_engine(self, *, split: bool = True) -> bytes:
         """Digest of the numerics alone, so that a miss can name numerics and engine build apart.
 
-        ``split`` False: without the worker split too, for an engine whose partition plan says the same.
+        ``split`` False: without the worker split too, for an engine whose partition plan says the same. Settings that exist only where
+        there is a split, named "split.…", go with it.
         """
         value = self.to_value()
+        if not split:
+            value["other"] = [one for one in value["other"] if not one["name"].startswith(SPLIT_PREFIX)]
         for name in ("engine",) if split else ("engine", "tensor_parallel", "pipeline_parallel"):
             del value[name]
         return digest(self.KIND, encode(value))

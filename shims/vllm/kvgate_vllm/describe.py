@@ -290,7 +290,7 @@ def _other_numerics(vllm_config: Any, model: Any) -> dict[str, str]:
         "cascade_attention": exact_text(not getattr(vllm_config.model_config, "disable_cascade_attn", True)),
     }
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-        values["custom_all_reduce"] = exact_text(not parallel.disable_custom_all_reduce)
+        values["split.custom_all_reduce"] = exact_text(not parallel.disable_custom_all_reduce)
     if getattr(parallel, "enable_expert_parallel", False):
         values["expert_parallel"] = exact_text((parallel.data_parallel_size, getattr(parallel, "all2all_backend", None)))
     if lora is not None:
