@@ -61,19 +61,28 @@ class RunFolder:
             status = self.path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise RunFolderError(f"{self.path} must be a folder of your own with mode 0700")
-            fd = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            while self._lock_fd < 0:
+                self._lock_fd = self._try_lock()
         except OSError as error:
             raise RunFolderError(f"{self.path}: {error.strerror}") from error
+
+    def _try_lock(self) -> int:
+        """The locked descriptor, or -1 where the last holder removed the file meanwhile: that lock locks nobody out."""
+        fd = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             raise RunFolderError(f"{self.path} is in use by a running gateway") from None
-        self._lock_fd = fd
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+        return -1
 
     def close(self) -> None:
-        """Give the lock back. Idempotent."""
+        """Give the lock back and remove it. Idempotent."""
         if self._lock_fd >= 0:
+            (self.path / "lock").unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = -1
 
