@@ -30,11 +30,11 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Product:
-    """One output file (or folder of files), and the command that makes it at a given path."""
+    """One output file (or folder of files), and the commands that make it at a given path."""
 
     name: str
     sources: tuple[str, ...]
-    command: Callable[[Path], list[str]]
+    commands: Callable[[Path], list[list[str]]]
     folder: bool = False
 
 
@@ -49,22 +49,38 @@ def compiler() -> Path:
 
 def products(mojo: Path) -> list[Product]:
     """Everything that is built."""
+    c_compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    if c_compiler is None:
+        raise BuildError("no C compiler: one is needed to link")
 
     def cpu(target: str) -> Product:
-        def command(out: Path) -> list[str]:
-            source = str(HERE / "kvgate_cpu.mojo")
-            return [
-                str(mojo), "build", "-I", str(HERE), "--emit", "shared-lib", "--target-cpu", target, source, "-o", str(out),
-            ]  # fmt: skip
+        def commands(out: Path) -> list[list[str]]:
+            source, object_file = str(HERE / "kvgate_cpu.mojo"), str(out.with_suffix(".o"))
+            compile_ = [
+                str(mojo),
+                "build",
+                "-I",
+                str(HERE),
+                "--emit",
+                "object",
+                "--target-cpu",
+                target,
+                source,
+                "-o",
+                object_file,
+            ]
+            # Linked here and not by mojo, which would write this environment's path into the library.
+            link = [c_compiler, "-shared", "-o", str(out), object_file, "-Wl,--no-undefined", "-Wl,-s"]
+            return [compile_, link]
 
-        return Product(f"libkvgate_cpu_{target.removeprefix('x86-64-')}.so", ("kvgate_cpu.mojo", "kvgate/*.mojo"), command)
+        return Product(f"libkvgate_cpu_{target.removeprefix('x86-64-')}.so", ("kvgate_cpu.mojo", "kvgate/*.mojo"), commands)
 
     def gpu(target: str, kind: str) -> Product:
-        def command(out: Path) -> list[str]:
+        def commands(out: Path) -> list[list[str]]:
             source = str(HERE / "gpu_build.mojo")
-            return [str(mojo), "run", "-I", str(HERE), "-D", f"ARCH={target}", "-D", f"KIND={kind}", source, str(out)]
+            return [[str(mojo), "run", "-I", str(HERE), "-D", f"ARCH={target}", "-D", f"KIND={kind}", source, str(out)]]
 
-        return Product(f"gpu_{target}", ("gpu_build.mojo", "kvgate/*.mojo"), command, folder=True)
+        return Product(f"gpu_{target}", ("gpu_build.mojo", "kvgate/*.mojo"), commands, folder=True)
 
     return [*(cpu(target) for target in CPU_TARGETS), *(gpu(target, kind) for target, kind in GPU_TARGETS)]
 
@@ -72,7 +88,7 @@ def products(mojo: Path) -> list[Product]:
 def fingerprint(product: Product, version: str) -> str:
     """Digest of all that the output depends on."""
     digest = hashlib.sha256(version.encode())
-    digest.update(json.dumps(product.command(Path(product.name))).encode())
+    digest.update(json.dumps(product.commands(Path(product.name))).encode())
     for pattern in product.sources:
         for path in sorted(HERE.glob(pattern)):
             digest.update(path.name.encode())
@@ -92,12 +108,21 @@ def build(product: Product, version: str, force: bool) -> bool:
     if product.folder:
         aside.mkdir()
     environment = {**os.environ, "MODULAR_TELEMETRY_ENABLED": "0"}
-    done = subprocess.run(
-        product.command(aside), env=environment, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
-    )
-    if done.returncode != 0 or not aside.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        raise BuildError(f"{product.name}: {done.stderr.strip()[-4000:]}")
+    try:
+        for command in product.commands(aside):
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+            )
+            if done.returncode != 0:
+                raise BuildError(f"{product.name}: {done.stderr.strip()[-4000:]}")
+    except (BuildError, subprocess.SubprocessError):
+        if product.folder:
+            shutil.rmtree(aside)
+        else:
+            aside.unlink(missing_ok=True)
+        raise
+    finally:
+        aside.with_suffix(".o").unlink(missing_ok=True)
     if product.folder:
         shutil.rmtree(target, ignore_errors=True)
     aside.replace(target)
