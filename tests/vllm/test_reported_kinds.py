@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.connector_support import ask_all, connected, forget_local
+from tests.vllm.connector_support import ask_all, assert_same_or_tie, connected, forget_local, watching
 from tests.vllm.engine import KJV, LORA, Engine, copy_model, flip_last_byte, prompt_tokens
 from tests.vllm.gateway import GatewayProcess, gateway
 from tests.vllm.test_explain import explained
@@ -55,3 +55,20 @@ def test_one_changed_weight_byte_is_a_miss_because_of_the_base(
         reply = ask_all(other, [PROMPT], salt="base", max_tokens=24)[0]
     assert (reply.restored, reply.kvgate["miss"]) == (0, ["base"])
     assert [one["reasons"] for one in explained(gateway_process, reply.kvgate["reference"])] == [["base"]]
+
+
+def test_pages_of_another_layout_are_restored_exactly(engine: Engine, gateway_process: GatewayProcess) -> None:
+    """Kind 13: stored from pages of 32 tokens and restored into pages of 128, which hold the same values in another order."""
+    forget_local(engine)
+    with watching() as stored:
+        assert ask_all(engine, [PROMPT], salt="layout")[0].restored == 0
+    with watching() as restored, connected(gateway_process, block_size=128, **LORA) as other:
+        assert ask_all(other, [PROMPT], salt="its own", max_tokens=24)[0].restored == 0
+        own = ask_all(other, [PROMPT], salt="its own", max_tokens=24)[0]
+        forget_local(other)
+        reply = ask_all(other, [PROMPT], salt="layout", max_tokens=24)[0]
+    assert (own.cached, reply.restored) == (512, 512)
+    assert_same_or_tie(reply, own, "pages of 128 tokens")
+    restored.packed |= stored.packed
+    restored.assert_exact()
+    assert restored.pages_checked
