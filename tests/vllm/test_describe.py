@@ -10,10 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import LoRAConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 from kvgate_vllm import engine_build as build_module
-from kvgate_vllm.describe import EngineDescription, describe_engine, engine_reason, request_reason
+from kvgate_vllm.describe import (
+    EngineDescription,
+    architecture_settings,
+    describe_engine,
+    engine_reason,
+    numeric_environment,
+    request_reason,
+)
 from kvgate_vllm.engine_build import package_digest
 from kvgate_vllm.geometry import attention_layers
 from tests.vllm.engine import MODEL, Engine, EnginePool, copy_model, loaded_model, prompt_tokens
@@ -153,6 +161,26 @@ def test_ranks_of_adapters_differ() -> None:
     assert differing(one, other) == {"numerics.lora_max_rank"}
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{"target_modules": ["q_proj"]}, {"enable_moe_shared_loras": True}, {"enable_tower_connector_lora": True}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_which_parts_of_an_adapter_are_applied_is_in_the_architecture(setting: dict[str, Any]) -> None:
+    """Engines that apply other parts of one adapter give other KV: no shared identity, under a class of engines neither."""
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}))
+    plain, restricted = (architecture_settings(model, LoRAConfig(max_lora_rank=8, **extra)) for extra in ({}, setting))
+    assert plain == architecture_settings(model, None)
+    assert set(plain) < set(restricted)
+
+
+def test_the_order_of_target_modules_is_no_identity() -> None:
+    """Two engines that apply the same modules share, however the list was written."""
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=dict))
+    one, other = (LoRAConfig(target_modules=names) for names in (["q_proj", "o_proj"], ["o_proj", "q_proj"]))
+    assert architecture_settings(model, one) == architecture_settings(model, other)
+
+
 def test_the_isa_is_read_from_the_layers(plain: EngineDescription) -> None:
     """Two page orders of one shape are told apart only by the layers' ISA: it must be in numerics and pages."""
     changed = describe(isa="amx")
@@ -182,6 +210,27 @@ def test_numeric_environment_variables_count(plain: EngineDescription, monkeypat
     changed = describe()
     assert differing(plain, changed) == {"numerics.other"}
     assert "SPLIT_KV" not in repr(changed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE", "VLLM_CPU_ATTN_SPLIT_KV"],
+)
+def test_variables_that_choose_precision_are_numeric(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that lets a library compute in another precision, or choose other kernels, must count whatever its name is."""
+    before = numeric_environment()
+    monkeypatch.setenv(name, "1")
+    assert numeric_environment() == before | {name: "1"}
+
+
+@pytest.mark.parametrize(
+    "name", ["VLLM_LOGGING_LEVEL", "VLLM_PORT", "VLLM_API_KEY", "ONEDNN_VERBOSE", "TORCHINDUCTOR_CACHE_DIR"]
+)
+def test_variables_about_something_else_are_not_numeric(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs, ports, keys and cache folders must not keep engines apart."""
+    before = numeric_environment()
+    monkeypatch.setenv(name, "1")
+    assert numeric_environment() == before
 
 
 def test_the_engine_build_is_the_installed_code(tmp_path: Path) -> None:

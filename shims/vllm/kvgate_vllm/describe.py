@@ -49,6 +49,9 @@ NOT_SETTINGS: Final = frozenset(
 )
 """Keys of a model configuration that are names, or change no KV value, or are described elsewhere."""
 
+ADAPTER_SETTINGS: Final = ("target_modules", "enable_moe_shared_loras", "enable_tower_connector_lora")
+"""Settings of the engine that decide which of an adapter's weights are applied, and how they are laid out."""
+
 DRAFTLESS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Speculation methods without a model of their own."""
 
@@ -146,7 +149,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> EngineDescription
     rope, rope_reason = _rope(vllm_config, model)
     cache_dtype, kv_scales, scale_reason = _kv_quantization(vllm_config, layers)
     return EngineDescription(
-        architecture=architecture_settings(vllm_config.model_config),
+        architecture=architecture_settings(vllm_config.model_config, vllm_config.lora_config),
         rope=rope,
         weight_quantization=_weight_quantization(vllm_config),
         cache_dtype=cache_dtype,
@@ -178,10 +181,18 @@ def engine_reason(vllm_config: Any) -> str | None:
     return next((reason for holds, reason in checks if holds), None)
 
 
-def architecture_settings(model_config: Any) -> tuple[Setting, ...]:
-    """The effective text configuration of the model, sorted by name, without names, paths and RoPE."""
+def architecture_settings(model_config: Any, lora_config: Any) -> tuple[Setting, ...]:
+    """The effective text configuration of the model, sorted by name, without names, paths and RoPE.
+
+    Also which parts of an adapter the engine applies: that changes values, not low bits, so no class of engines may stand for it.
+    """
     settings = {k: v for k, v in model_config.hf_text_config.to_dict().items() if k not in NOT_SETTINGS}
-    return sorted_settings({setting_name(key): exact_text(value) for key, value in settings.items()})
+    values = {setting_name(key): exact_text(value) for key, value in settings.items()}
+    for name in ADAPTER_SETTINGS:
+        value = getattr(lora_config, name, None)
+        if value:
+            values[f"lora.{name}"] = exact_text(sorted(value) if isinstance(value, list) else value)
+    return sorted_settings(values)
 
 
 def sorted_settings(values: dict[str, str]) -> tuple[Setting, ...]:
@@ -283,7 +294,7 @@ def _other_numerics(vllm_config: Any, model: Any) -> dict[str, str]:
     values = {
         "device": device_text(),
         "libraries": library_versions(model),
-        "environment": settings_digest(_numeric_environment()),
+        "environment": settings_digest(numeric_environment()),
         "model.class": f"{type(model).__module__}.{type(model).__qualname__}",
         "attention": settings_digest(getattr(vllm_config, "attention_config", None)),
         "kernels": settings_digest(_without_warmup(getattr(vllm_config, "kernel_config", None))),
@@ -303,7 +314,7 @@ def _without_warmup(config: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(config).items() if "warmup" not in k} if config is not None else {}
 
 
-def _numeric_environment() -> dict[str, str]:
+def numeric_environment() -> dict[str, str]:
     """vLLM's environment variables that someone set and that are not plainly about something else.
 
     What nobody set follows from the engine build. The digest of these is identity, never their text: they may be secret.
@@ -316,9 +327,25 @@ def _numeric_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("VLLM_") and (not factors or name in factors) and not any(part in name for part in _NOT_NUMERIC)
+        if name in NUMERIC_VARIABLES
+        or (name.startswith("VLLM_") and (not factors or name in factors) and not any(part in name for part in _NOT_NUMERIC))
     }
 
+
+NUMERIC_VARIABLES: Final = frozenset(
+    {
+        # vLLM's, that the rules below would leave out
+        "VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION", "VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS",
+        "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE", "VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB", "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB",
+        "VLLM_TUNED_CONFIG_FOLDER", "VLLM_ZENTORCH_WEIGHT_PREPACK",
+        # of the libraries below it: precision and instruction sets they may use
+        "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "MKL_CBWR",
+        "MKL_ENABLE_INSTRUCTIONS", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE",
+        "ONEDNN_MAX_CPU_ISA", "TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT",
+    }
+)  # fmt: skip
+"""Environment variables that change low bits, whatever their names look like."""
 
 _NOT_NUMERIC: Final = (
     "PLUGINS", "ALLOW_", "TIMEOUT", "_PORT", "_HOST", "_PATH", "_DIR", "LOG", "VLLM_DP_", "RAY_", "NIXL", "MOONCAKE", "CPU_OMP",
