@@ -99,7 +99,7 @@ BAD = {
     "adapter_wait_s": ["0", "nan"],
     "drain_s": ["-1", "nan", "inf"],
     "backend": ["", "redis", "LMCACHE"],
-    "codec": ["k16v8", ""],
+    "codec": ["k16v8-e4m3", "K16V8", "int8", ""],
     "log_level": ["trace", "DEBUG"],
     "log_format": ["xml"],
     "domain": ["", "x" * 4097, "a\nb", "\udcff"],

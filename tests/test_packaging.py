@@ -124,9 +124,11 @@ class TestWheel:
         assert tops == {*PACKAGES, "kvgate-0.1.0.dist-info"}
 
     def test_carries_the_kernels_that_were_built(self, wheel: zipfile.ZipFile) -> None:
-        """Compiled kernels must be in the wheel, without the build's stamps, under a name for this platform alone."""
-        built = {path.name for path in (ROOT / "bindings/kvgate_kernels/_native").glob("*.so")}
-        carried = {name.rsplit("/")[-1] for name in wheel.namelist() if "/_native/" in name}
+        """Compiled CPU and GPU kernels must be in the wheel, without the build's stamps, under a name for this platform alone."""
+        native = ROOT / "bindings/kvgate_kernels/_native"
+        files = [*native.glob("*.so"), *native.glob("gpu_sm_80/*"), *native.glob("gpu_sm_90/*")]
+        built = {path.relative_to(native).as_posix() for path in files}
+        carried = {name.partition("/_native/")[2] for name in wheel.namelist() if "/_native/" in name}
         assert carried == built
         assert str(wheel.filename).endswith("py3-none-linux_x86_64.whl" if built else "py3-none-any.whl")
 

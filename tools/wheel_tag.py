@@ -15,6 +15,7 @@ class WheelTagHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before a wheel is put together; an editable one (`version`) holds no files, so it stays general."""
-        if version != "editable" and any((Path(self.root) / NATIVE).glob("*.so")):
+        native = Path(self.root) / NATIVE
+        if version != "editable" and (any(native.glob("*.so")) or any(native.glob("gpu_sm_*/*"))):
             build_data["pure_python"] = False
             build_data["tag"] = "py3-none-linux_x86_64"

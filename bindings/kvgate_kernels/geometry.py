@@ -16,6 +16,7 @@ MAX_TOKENS = 65536
 VALUE_GROUP = 32
 """Values that share one scale in the ``k16v8`` codecs, counted along head_dim. The last group of a row may be short."""
 
+SCALE_DTYPE = "bfloat16"
 SCALE_BYTES = 2
 """One bfloat16 scale per group (docs/decisions/kernels-k16v8.md)."""
 

@@ -75,7 +75,10 @@ class Config:
     pool_bytes: int = _setting("size of the L1 pool in shared memory; takes KiB, MiB, GiB", default=1 << 30)
     l2: str = _setting('LMCache L2 adapters as a JSON list; empty: [{"type":"fs"}] in <data_dir>/l2', default="")
     chunk_tokens: int = _setting("tokens in one chunk", default=256)
-    codec: str = _setting("how payloads are stored: raw", default="raw")
+    codec: str = _setting(
+        "how payloads are stored: raw (the cache's own bytes), or k16v8 (keys exact, values in 8 bits; 16-bit caches only)",
+        default="raw",
+    )
     domain: str = _setting("isolation domain of clients without a credential", default="default")
     credentials_file: str = _setting("JSON object: SHA-256 of a credential (hex) -> domain name; empty: none", default="")
     numerics_classes: str = _setting("comma-separated names of engine classes declared equivalent", default="")
@@ -142,7 +145,7 @@ _MAX_TEXT_CHARS: Final = 65_536
 _MAX_DOMAIN_BYTES: Final = 4096
 _CHOICES: Final = {
     "backend": ("auto", "lmcache", "memory", "attach"),
-    "codec": ("raw",),
+    "codec": ("raw", "k16v8"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("json", "console"),
 }

@@ -25,7 +25,8 @@ from kvgate.contract.representation import (
     Representation,
 )
 from kvgate.protocol.messages import TOKEN_BYTES, RegisterWorker, Welcome
-from kvgate_kernels import Codec, PageGeometry, PageLayout, PayloadGeometry
+from kvgate_kernels import Codec, PageGeometry, PageLayout, PayloadGeometry, UnsupportedCodec
+from kvgate_kernels.geometry import SCALE_DTYPE, VALUE_GROUP
 from kvgate_vllm.session import artifact_set
 from kvgate_vllm.state import WeightsReport
 
@@ -43,8 +44,12 @@ CONTRACT_DTYPES: Final = {
 """torch's name of a cache element → the contract's."""
 ENGINE_DTYPES: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """vLLM's ``cache_dtype`` where its tensors say only "uint8" → torch's name of the real kind."""
-ISA_LAYOUTS: Final = {"vec": PageLayout.CPU_VEC, "amx": PageLayout.CPU_AMX}
-"""vLLM's ISA of a CPU attention layer → page layout. "vec16" and the rest have orders of their own, without a kernel yet."""
+ISA_LAYOUTS: Final = {"vec": PageLayout.CPU_VEC, "vec16": PageLayout.CPU_VEC, "amx": PageLayout.CPU_AMX}
+"""vLLM's ISA of a CPU attention layer → page layout. "vec16" differs from "vec" in how it computes, not in where elements lie."""
+STORED_CODECS: Final = {codec.value: codec for codec in (Codec.RAW, Codec.K16V8)}
+"""The codecs that the contract has. The kernels know one more, for comparison."""
+AMX_MULTIPLE: Final = 32
+"""Other head and block sizes have no tiles: vLLM's own kernel then writes the vector order under the name of AMX."""
 
 
 class Uncacheable(Exception):
@@ -66,18 +71,23 @@ class WorkerForm:
         return self.description.geometry
 
     def payload(self, welcome: Welcome) -> PayloadGeometry:
-        """Geometry of one payload at that gateway. Raises ``Uncacheable``, by name, where blocks do not divide chunks."""
+        """Geometry of one payload at that gateway. Raises ``Uncacheable``, by name, where blocks do not divide chunks, or the
+        gateway's codec cannot hold this cache."""
         if welcome.chunk_tokens % self.pages.block_tokens:
             raise Uncacheable(
                 f"blocks of {self.pages.block_tokens} tokens do not divide the gateway's chunks of {welcome.chunk_tokens}; "
                 "set --block-size to a divisor"
             )
-        return PayloadGeometry.of(self.pages, welcome.chunk_tokens, Codec.named(welcome.codec))
+        try:
+            return PayloadGeometry.of(self.pages, welcome.chunk_tokens, stored_codec(welcome))
+        except UnsupportedCodec as error:
+            raise Uncacheable(f"{error}; set the gateway's codec to raw, or store such caches at a gateway of their own") from error
 
     def report(self, weights: WeightsReport, welcome: Welcome) -> RegisterWorker:
         """The registration message. Raises ``Uncacheable``, or ``ContractError`` naming a field."""
         if weights.reason is not None:
             raise Uncacheable(weights.reason)
+        self.payload(welcome)
         place = self.geometry.place
         return RegisterWorker(
             engine=self.engine,
@@ -124,7 +134,17 @@ def page_layout(geometry: Geometry) -> PageLayout:
     known = ISA_LAYOUTS.get(isa)
     if known is None:
         raise Uncacheable(f"page layout {layout} with ISA {isa} has no kernel")
+    group = geometry.groups[0]
+    if known is PageLayout.CPU_AMX and (group.head_dim_k % AMX_MULTIPLE or group.block_tokens % AMX_MULTIPLE):
+        raise Uncacheable(f"the AMX page order has no tiles for heads of {group.head_dim_k} and blocks of {group.block_tokens}")
     return known
+
+
+def stored_codec(welcome: Welcome) -> Codec:
+    """The gateway's codec. Raises ``Uncacheable`` where it is none that payloads are stored with."""
+    if welcome.codec not in STORED_CODECS:
+        raise Uncacheable(f"the gateway stores payloads with codec {welcome.codec}, which this build does not know")
+    return STORED_CODECS[welcome.codec]
 
 
 def model_contract(description: EngineDescription, weights: WeightsReport, numerics_class: str) -> ModelContract:
@@ -154,14 +174,15 @@ def representation(description: EngineDescription, welcome: Welcome) -> Represen
     group = description.geometry.groups[0]
     dtype = CONTRACT_DTYPES[ENGINE_DTYPES.get(description.cache_dtype, group.dtype)]
     plain = ComponentFormat(dtype=dtype, group=None, scale_dtype=None)
-    quantised = ComponentFormat(dtype="int8", group=32, scale_dtype="bfloat16")
+    codec = stored_codec(welcome)
+    quantised = ComponentFormat(dtype="int8", group=VALUE_GROUP, scale_dtype=SCALE_DTYPE)
     return Representation(
         layout=CANONICAL_LAYOUT,
         layout_version=CANONICAL_LAYOUT_VERSION,
         chunk_tokens=welcome.chunk_tokens,
-        codec=welcome.codec,
+        codec=codec.value,
         k_format=plain,
-        v_format=quantised if welcome.codec == "k16v8" else plain,
+        v_format=quantised if codec is Codec.K16V8 else plain,
         groups=(
             KvGroup(
                 layers=group.total_layers,
