@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
+from tests.daemon.conftest import eventually
 from tests.daemon.engine import Engine
 from tests.daemon.serve import serve
 
 DEADLINE_MS = 15_000
-SETTLE_S = 60.0
 TEXTS = ("a", "b")
 L2 = "data/l2"
 
@@ -23,10 +22,12 @@ def files(folder: Path) -> set[Path]:
 
 async def in_l2(folder: Path, count: int) -> set[Path]:
     """The objects of L2 once there are that many."""
-    async with asyncio.timeout(SETTLE_S):
-        while len(found := files(folder)) < count:
-            await asyncio.sleep(0.05)
-    return found
+
+    async def there() -> bool:
+        return len(files(folder)) >= count
+
+    await eventually(f"{count} objects in L2", there)
+    return files(folder)
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
