@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-KNOWN_SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec"})
+KNOWN_SPECS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Cache specs whose pages hold nothing but K and V (or the one latent vector of MLA) of a token."""
 UNSCALED: Final = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Quantisation modes that keep no scales in the pages."""
@@ -160,6 +160,9 @@ def _group_reason(group: Any, layers: dict[str, Any], rectangle: RectangleShape)
     from vllm.model_executor.models.utils import extract_layer_index
 
     spec = group.kv_cache_spec
+    if type(spec).__name__ == "SlidingWindowSpec":
+        # vLLM gives such pages to another request in the very step in which this one's chunks would be stored.
+        return "pages that leave a sliding window are reused while their request runs, which is not covered"
     if type(spec).__name__ not in KNOWN_SPECS:
         return "a kind of KV cache that kvgate does not know"
     if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") not in UNSCALED:
