@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -52,7 +52,9 @@ class Session:
         return self.domain is not None
 
 
-Handler = Callable[[Session, Any], Awaitable[Record]]
+Answer = Record | Coroutine[Any, Any, Record]
+"""A reply, or where something has to be waited for first what gives it."""
+Handler = Callable[[Session, Any], Answer]
 
 
 class Service:
@@ -102,8 +104,8 @@ class Service:
         """A connection was accepted from process ``pid`` (0: in a PID namespace that can't be seen from here)."""
         return Session(next(self._session_ids), pid)
 
-    async def answer(self, session: Session, message: Record) -> Record:
-        """The reply to one message; raises ``Refused``."""
+    def answer(self, session: Session, message: Record) -> Answer:
+        """The reply to one message; raises ``Refused``, also when it is awaited."""
         if isinstance(message, messages.Hello):
             return self._hello(session, message)
         if session.closed:
@@ -113,7 +115,7 @@ class Service:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise Refused("malformed", "is a reply, not a request", field="type")
-        return await handler(session, message)
+        return handler(session, message)
 
     async def leave_session(self, session: Session) -> None:
         """The connection is lost: nothing new begins, its ranks are missing, its holds are given back at once."""
@@ -155,7 +157,7 @@ class Service:
             codec=self._config.codec,
         )
 
-    async def _register_worker(self, session: Session, report: messages.RegisterWorker) -> Record:
+    def _register_worker(self, session: Session, report: messages.RegisterWorker) -> Record:
         domain = self._domain(session)
         if session.role != "worker":
             raise Refused("denied", "only workers register", field="role", remedy="say role worker in Hello")
@@ -177,7 +179,7 @@ class Service:
         missing = registration.ranks - len(registration.live)
         return messages.Registered(handle=registration.handle, sealed=registration.sealed, missing_ranks=missing)
 
-    async def _open_engine(self, session: Session, message: messages.OpenEngine) -> Record:
+    def _open_engine(self, session: Session, message: messages.OpenEngine) -> Record:
         registration = self._registration(session, message.handle)
         registration.require_sealed()
         domain = self._domain(session)
@@ -188,22 +190,22 @@ class Service:
             chunk_tokens=self._config.chunk_tokens,
         )
 
-    async def _register_adapter(self, session: Session, message: messages.RegisterAdapter) -> Record:
+    def _register_adapter(self, session: Session, message: messages.RegisterAdapter) -> Record:
         registration = self._registration(session, message.handle)
         adapter = registration.add_adapter(message.adapter)
         return messages.AdapterRegistered(adapter=adapter, confirmed=registration.adapter_confirmed(adapter))
 
-    async def _confirm_adapter(self, session: Session, message: messages.ConfirmAdapter) -> Record:
+    def _confirm_adapter(self, session: Session, message: messages.ConfirmAdapter) -> Record:
         self._worker(session).confirm_adapter(session.rank, message.adapter)
         return messages.Done()
 
-    async def _revoke(self, session: Session, message: messages.Revoke) -> Record:
+    def _revoke(self, session: Session, message: messages.Revoke) -> Record:
         registration = self._registration(session, message.handle)
         self._registry.revoke(registration, "weights were changed in place")
         log.info("registration.revoked", model=registration.digests.model.hex()[:16])
         return messages.Done()
 
-    async def _bind(self, session: Session, bind: messages.Bind) -> Record:
+    def _bind(self, session: Session, bind: messages.Bind) -> Record:
         registration = self._registration(session, bind.handle)
         registration.require_sealed()
         domain = self._domain(session)
@@ -247,7 +249,7 @@ class Service:
         end = await self._reads.acquire(lease, message.first, message.last, message.deadline_ms / 1000)
         return messages.Acquired(end=end)
 
-    async def _extend(self, session: Session, message: messages.Extend) -> Record:
+    def _extend(self, session: Session, message: messages.Extend) -> Record:
         lease = self._own_lease(session, message.lease)
         lease.extend(message.first, message.tokens)
         return messages.Extended(chunks=len(lease.chunks))
