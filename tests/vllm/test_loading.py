@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -21,7 +22,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from kvgate_vllm import loading, plugin
 from kvgate_vllm.loading import COVERAGE, code_reason
 from kvgate_vllm.plugin import after_import, attach_worker, register
-from kvgate_vllm.state import WeightsReport, engine_state, is_active
+from kvgate_vllm.state import PIN, RequestPin, WeightsReport, active_state, engine_state, is_active
 from tests.vllm.engine import MODEL, ROOT, EnginePool, copy_model, flip_last_byte, loaded_model
 
 WEIGHTS = "model.safetensors"
@@ -257,6 +258,40 @@ def test_the_plugin_is_active_for_our_connector_only(transfer: tuple[str, dict[s
         kv_transfer_config = None if transfer is None else Transfer
 
     assert is_active(Config) is active
+
+
+@pytest.mark.parametrize(
+    ("siblings", "covered"),
+    [
+        ([], True),
+        ([{"kv_connector": "Other", "kv_role": "kv_producer"}], True),
+        ([{"kv_connector": "Other", "kv_role": "kv_both"}], False),
+        ([{"kv_connector": "Other", "kv_role": "kv_consumer"}], False),
+        ([{"kv_connector": "Other"}], False),
+        (
+            [{"kv_connector": "Other", "kv_role": "kv_producer"}, {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}],
+            False,
+        ),
+    ],
+    ids=str,
+)
+def test_kv_that_another_connector_loaded_is_never_stored_as_ours(siblings: list[dict[str, Any]], covered: bool) -> None:
+    """Beside a connector that may load, this engine's pages hold KV it did not compute: its requests must be uncacheable by name."""
+    config: Any = Config()
+    children = [{"kv_connector": "KVGateConnector", "kv_role": "kv_both"}, *siblings]
+    config.kv_transfer_config = SimpleNamespace(
+        kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children}
+    )
+    state = active_state(config)
+    assert state is not None
+    request = SimpleNamespace(
+        **{PIN: RequestPin(bytes(32), 0, None, None)},
+        prompt_token_ids=[1],
+        sampling_params=SimpleNamespace(prompt_logprobs=None),
+        pooling_params=None,
+    )
+    wanted = None if covered else "another connector loads KV into this engine, which is not covered"
+    assert state.uncacheable_reason(request) == wanted
 
 
 class Config:

@@ -99,6 +99,8 @@ class EngineState:
         self._loaded: OrderedDict[int, LoadedAdapter] = OrderedDict()
         self._logged: set[str] = set()
         self._model: weakref.ref[Any] | None = None
+        self.siblings_reason: str | None = None
+        """Why this engine caches nothing because of the connectors beside ours."""
         self.inputs_reason: str | None = None
         """Why this engine caches no request with multimodal items."""
         self.on_weights_changed: list[Callable[[WeightsReport], None]] = []
@@ -190,7 +192,7 @@ class EngineState:
             return pin.reason
         if pin.epoch != self.weight_epoch():
             return "weights changed after the request arrived"
-        return request_reason(request)
+        return self.siblings_reason or request_reason(request)
 
     # Adapters in a worker
 
@@ -269,7 +271,24 @@ def _forget(key: int, gone: weakref.ref[Any]) -> None:
 
 def active_state(vllm_config: Any) -> EngineState | None:
     """``engine_state`` for an engine with our connector, else None: what every hook asks first."""
-    return engine_state(vllm_config) if is_active(vllm_config) else None
+    if not is_active(vllm_config):
+        return None
+    state = engine_state(vllm_config)
+    if vllm_config.kv_transfer_config.kv_connector == "MultiConnector":
+        # Only here: our connector itself is given a configuration that does not show its siblings.
+        state.siblings_reason = siblings_reason(vllm_config.kv_transfer_config)
+    return state
+
+
+def siblings_reason(transfer: Any) -> str | None:
+    """Why an engine with the connectors of a MultiConnector caches nothing, or None.
+
+    What another one loads lies in pages like any other, also in those of later requests that share its prefix: stored from there
+    it would become an object of this engine's identity, though this engine did not compute it.
+    """
+    children = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
+    loads = any(child.get("kv_connector") != CONNECTOR_NAME and child.get("kv_role") != "kv_producer" for child in children)
+    return "another connector loads KV into this engine, which is not covered" if loads else None
 
 
 def pin_of(request: Any) -> RequestPin | None:
