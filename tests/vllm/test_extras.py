@@ -309,6 +309,19 @@ def test_items_get_identifiers_of_their_content() -> None:
     assert request_with(feature(image(1.0)), state=state).mm_features[0].identifier not in names
 
 
+def test_the_encoder_cache_never_takes_one_item_for_another() -> None:
+    """vLLM's cache of encoder outputs finds an item under any identifier of a client's, and no other item under the same one."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    state = EngineState()
+    cache = EncoderCacheManager(cache_size=100)
+    first = request_with(feature(image(1.0), identifier="same"), state=state)
+    assert not cache.check_and_update_cache(first, 0)
+    cache.allocate(first, 0)
+    assert cache.check_and_update_cache(request_with(feature(image(1.0), identifier="other"), state=state), 0)
+    assert not cache.check_and_update_cache(request_with(feature(image(2.0), identifier="same"), state=state), 0)
+
+
 def test_the_front_ends_items_are_left_alone() -> None:
     """Only the engine core's request is changed, not the items it was given."""
     given_item = feature(identifier="given")
