@@ -49,9 +49,12 @@ class EngineProcess:
         """What its processes printed."""
         return (self._folder / "log").read_text(encoding="utf-8", errors="replace")
 
-    def ask(self, prompt: Sequence[int], *, max_tokens: int = 24, salt: str | None = None) -> Reply:
+    def ask(
+        self, prompt: Sequence[int], *, max_tokens: int = 24, salt: str | None = None, adapter: Path | None = None
+    ) -> Reply:
         """Generate greedily, with the logits of every token."""
-        told = self._command({"prompt": list(prompt), "max_tokens": max_tokens, "salt": salt})
+        lora = None if adapter is None else str(adapter)
+        told = self._command({"prompt": list(prompt), "max_tokens": max_tokens, "salt": salt, "adapter": lora})
         return Reply(tuple(told["tokens"]), tuple(tuple(top) for top in told["top"]), told["cached"], told["kvgate"])
 
     def forget_local(self) -> None:
@@ -129,11 +132,14 @@ def _serve(folder: Path, options: dict[str, Any]) -> None:
 
 
 def _ask(llm: Any, command: dict[str, Any]) -> Reply:
+    from vllm.lora.request import LoRARequest
+
     from vllm import SamplingParams
 
+    lora = LoRARequest("an adapter", 1, command["adapter"]) if command["adapter"] else None
     prompt = {"prompt_token_ids": command["prompt"]} | ({"cache_salt": command["salt"]} if command["salt"] else {})
     parameters = SamplingParams(temperature=0, max_tokens=command["max_tokens"], ignore_eos=True, logprobs=2)
-    output = llm.generate([prompt], parameters, use_tqdm=False)[0]
+    output = llm.generate([prompt], parameters, lora_request=lora, use_tqdm=False)[0]
     completion = output.outputs[0]
     top = tuple(tuple(sorted((p.logprob for p in place.values()), reverse=True)[:2]) for place in completion.logprobs)
     reported = (output.kv_transfer_params or {}).get("kvgate", {})

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.connector_support import Reply, ask_all, assert_same_or_tie, connected
-from tests.vllm.engine import MODEL, ROOT, flip_last_byte, prompt_tokens
+from tests.vllm.engine import KJV, LORA, MODEL, ROOT, flip_last_byte, prompt_tokens
 from tests.vllm.engine_process import EngineProcess, engine_process, reconnected
 from tests.vllm.gateway import GatewayProcess, wait_until
 from tests.vllm.test_explain import explained
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not LMCACHE_KVGATE.exists(), reason="needs the gateway's environment (make env-gateway)"),
 ]
 
-TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+TP2: dict[str, Any] = {"tensor_parallel_size": 2, **LORA}
 TWO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 PROMPT = prompt_tokens(600)
 CHUNKS = 2
@@ -108,9 +108,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         with engine_process(gateway, folder / "second", environment=TWO_CORES, **TP2) as engine:
             seen.replies["restored"] = engine.ask(PROMPT)
             seen.loaded = gateway.touched("worker.load")
+            seen.replies["adapter restored"] = engine.ask(PROMPT, adapter=KJV)
             lose_a_shard(engine, gateway, seen)
         gateway.restart()
-        with connected(gateway) as alone:
+        with connected(gateway, **LORA) as alone:
             reply = seen.replies["alone"] = ask_all(alone, [PROMPT], max_tokens=24)[0]
             seen.explained = explained(gateway, reply.kvgate["reference"])
     return seen
@@ -130,6 +131,9 @@ def store(engine: EngineProcess, gateway: LMCacheGateway, seen: Story) -> None:
     seen.reserved = gateway.touched("worker.reserve")
     gateway.wait_stored(shards(seen.reserved))
     seen.stored = set(gateway.stored())
+    seen.replies["adapter computed"] = engine.ask(PROMPT, adapter=KJV)
+    seen.replies["adapter local"] = engine.ask(PROMPT, adapter=KJV)
+    wait_until(lambda: len(gateway.stored()) >= 2 * len(seen.stored), SETTLE_S, "the adapter's objects did not reach L2")
 
 
 def lose_a_shard(engine: EngineProcess, gateway: LMCacheGateway, seen: Story) -> None:
@@ -168,7 +172,8 @@ def one_kv_head(folder: Path) -> Path:
         initializer_range=0.3,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, folder / name)
     return folder
@@ -205,6 +210,14 @@ def test_restored_text_is_that_of_the_local_prefix_cache(story: Story) -> None:
     assert story.replies["local"].cached >= CHUNKS * 256
     assert story.replies["restored"].restored == CHUNKS * 256
     assert_same_or_tie(story.replies["restored"], story.replies["local"], "restored with two workers")
+
+
+def test_an_adapter_that_both_workers_loaded_is_restored(story: Story) -> None:
+    """With an adapter nothing of the base is restored, and after the restart all that was stored with it."""
+    assert story.replies["adapter computed"].restored == 0
+    assert story.replies["adapter local"].tokens != story.replies["local"].tokens
+    assert story.replies["adapter restored"].restored == CHUNKS * 256
+    assert_same_or_tie(story.replies["adapter restored"], story.replies["adapter local"], "adapter with two workers")
 
 
 def test_one_lost_rectangle_makes_its_chunk_a_miss(story: Story) -> None:
