@@ -79,6 +79,18 @@ def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     return Doctor(tmp_path, capsys)
 
 
+def test_kernels_in_use_are_named(doctor: Doctor) -> None:
+    """The check names the best backend of this machine that can be used, as the kernels themselves say, and what GPU pages have."""
+    pytest.importorskip("torch")
+    from kvgate_kernels.api import survey
+
+    usable = [name for name, why in survey() if not why.startswith("not usable")]
+    (found,) = doctor.run("kernels", code=0)
+    assert found["found"].startswith(next(name for name in usable if "cuda" not in name))
+    on_gpu = next((name for name in usable if "cuda" in name), "no GPU")
+    assert found["level"] == "warn" or on_gpu in found["found"]
+
+
 @pytest.fixture
 def distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on the module path of the Pythons that are asked, for planted distributions and modules."""

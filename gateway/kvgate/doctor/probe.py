@@ -82,16 +82,17 @@ def lmcache() -> dict[str, object]:
 
 
 def kernels() -> dict[str, object]:
-    """The kernels a CPU worker of this environment would use, and what a GPU worker would."""
+    """The kernels a CPU worker of this environment would use, and why each of the others can or cannot be used."""
     import torch
 
     from kvgate_kernels import Packer, PageGeometry, PageLayout, PayloadGeometry
+    from kvgate_kernels.api import survey
 
     pages = PageGeometry(PageLayout.CPU_VEC, 1, 1, 32, 32, "bfloat16")
     packer = Packer(pages, PayloadGeometry.of(pages, 32), [torch.zeros((1, 1, 32, 64), dtype=torch.bfloat16)], threads=1)
     info = packer.describe()
     packer.close()
-    return {"backend": info.name, "reason": info.reason, "gpu": torch.cuda.is_available()}
+    return {"backend": info.name, "reason": info.reason, "gpu": torch.cuda.is_available(), "survey": survey()}
 
 
 try:

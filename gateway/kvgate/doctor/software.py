@@ -147,10 +147,16 @@ def check_kernels(subject: Subject, report: Report) -> None:
         remedy = command(python, "-m", "pip", "install", "torch==2.13.0", f"kvgate[kernels]=={__version__}")
         (report.fail if subject.vllm_python else report.warn)(f"kernels cannot be tried{where}: {error}", remedy)
         return
-    if found["backend"].startswith("mojo"):
-        report.ok(f"{found['backend']} ({found['reason']})" + (", a GPU is there" if found["gpu"] else ""))
-    else:
+    said = f"{found['backend']} ({found['reason']})"
+    device = [(name, why) for name, why in found["survey"] if name.startswith("mojo-cuda")]
+    usable = [name for name, why in device if not why.startswith("not usable")]
+    if not found["backend"].startswith("mojo"):
         report.warn(f"{found['backend']}, several times slower, because of: {found['reason']}", "make kernels")
+    elif found["gpu"] and not usable:
+        why = "; ".join(f"{name}: {reason}" for name, reason in device)
+        report.warn(f"{said}; GPU pages go by torch, several times slower ({why})", "make kernels")
+    else:
+        report.ok(f"{said}; GPU pages: " + (usable[0] if usable else "no GPU"))
 
 
 class ProbeError(Exception):
