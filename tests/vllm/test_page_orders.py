@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import _custom_ops as ops
+import vllm._custom_ops as ops
 
 from kvgate_kernels import ChunkMove, Packer, PageGeometry, PageLayout, PayloadGeometry
 from kvgate_vllm.registration import AMX_MULTIPLE, ISA_LAYOUTS

@@ -105,11 +105,12 @@ def test_the_registered_format_reads_a_written_payload(dim: int) -> None:
     assert told.v_format.group is not None
     groups = -(-dim // told.v_format.group)
     rows = 2 * 32
-    parts = torch.frombuffer(stored, dtype=torch.uint8).split([rows * dim * 2, rows * dim, rows * groups * 2])
-    assert torch.equal(parts[0].view(torch.bfloat16).view(2, 32, dim), keys)
-    scales = parts[2].view(getattr(torch, str(told.v_format.scale_dtype))).view(2, 32, groups).float()
+    flat = torch.frombuffer(stored, dtype=torch.uint8)
+    assert len(flat) == rows * (2 * dim + dim + 2 * groups)
+    assert torch.equal(flat[: rows * dim * 2].view(torch.bfloat16).view(2, 32, dim), keys)
+    scales = flat[rows * dim * 3 :].view(getattr(torch, str(told.v_format.scale_dtype))).view(2, 32, groups).float()
     steps = scales.repeat_interleave(told.v_format.group, dim=-1)[..., :dim]
-    decoded = parts[1].view(torch.int8).view(2, 32, dim).float() * steps
+    decoded = flat[rows * dim * 2 : rows * dim * 3].view(torch.int8).view(2, 32, dim).float() * steps
     assert ((decoded - values.float()).abs() <= 0.5 * steps * 1.01).all()
 
 
