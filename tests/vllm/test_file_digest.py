@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,35 @@ def touch_back(file: Path) -> None:
 def test_any_change_during_the_load_is_seen(file: Path, change: Callable[[Path], None]) -> None:
     """If the file changes in any way while it is loaded, there must be no artifact, and a reason."""
     assert watch_one(file, lambda: change(file)) == ((), "a file changed while it was loaded")
+
+
+def in_memory(path: Path) -> bool:
+    """Whether the file system of ``path`` has no disk behind it."""
+    return (
+        subprocess.run(["stat", "-f", "-c", "%T", path], check=True, capture_output=True, text=True).stdout.strip() == "tmpfs"
+    )
+
+
+def test_a_write_through_an_older_mapping_is_seen(file: Path) -> None:
+    """A writer that had the page mapped and dirty before the load must be seen writing to it again, though it opens nothing."""
+    if in_memory(file):
+        pytest.skip("a memory file system keeps no times of such writes; docs/loaders.md says so")
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapping:
+        mapping[0:1] = b"1"
+        assert watch_one(file, lambda: mapping.__setitem__(slice(0, 1), b"2")) == ((), "a file changed while it was loaded")
+
+
+@pytest.mark.parametrize(("error", "refused"), [(errno.EINVAL, False), (errno.EROFS, False), (errno.EIO, True)])
+def test_a_file_that_cannot_be_written_back_is_refused(
+    file: Path, error: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the disk fails nothing is certain; a read-only file system, which only has nothing to write, is fine."""
+
+    def fail(_fd: int) -> None:
+        raise OSError(error, "no")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert (watch_one(file, lambda: None)[1] is not None) is refused
 
 
 def test_a_mapping_of_the_file_itself_is_accepted(file: Path) -> None:

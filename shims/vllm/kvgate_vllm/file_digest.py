@@ -8,6 +8,8 @@ bytes that were hashed:
 * Where the loader maps the file, ``FileWatch`` saw a new mapping of that same device and inode appear while it opened it.
 * The first look waited until the change time was older than the clock tick of the file system, so that a later write
   cannot hide behind an equal time.
+* What was written before was put to disk before anybody read: a page that a writer has mapped and made dirty takes further
+  writes without a new time until then. A memory file system (tmpfs) has no such moment: see docs/loaders.md.
 
 Device and inode of a mapping are compared with those of a mapping of our own descriptor: on overlayfs and btrfs they differ from
 what ``stat`` says. Like the loader, the hash maps the file; truncating a file while it is mapped kills the process either way.
@@ -15,6 +17,7 @@ what ``stat`` says. Like the loader, the hash maps the file; truncating a file w
 
 from __future__ import annotations
 
+import errno
 import functools
 import mmap
 import os
@@ -70,14 +73,17 @@ class Stamp:
 class HeldFile:
     """One file, held open through a descriptor of our own. ``size_bytes`` and times are those of the first look.
 
-    Raises ``OSError`` if it cannot be opened.
+    written_back: first put on disk what others have written, so that also a write through an old mapping moves the times.
+    Raises ``OSError`` if it cannot be opened, or not written back.
     """
 
-    def __init__(self, path: str, role: str) -> None:
+    def __init__(self, path: str, role: str, *, written_back: bool = False) -> None:
         self.path = path
         self.role = role
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            if written_back:
+                _write_back(self.fd)
             self.stamp = Stamp.of(os.fstat(self.fd))
             for _ in range(_SETTLE_TRIES):  # a file written to without end is caught by ``changed``
                 if not self.stamp.settle():
@@ -117,6 +123,14 @@ class HeldFile:
     def close(self) -> None:
         """Give the descriptor back."""
         os.close(self.fd)
+
+
+def _write_back(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EROFS):  # what read-only file systems say, where nobody can write
+            raise
 
 
 @contextmanager
@@ -178,7 +192,7 @@ class FileWatch:
                 self._fail("the load opened too many files")
                 return None
             try:
-                held = self._files[key] = HeldFile(path, key[1])
+                held = self._files[key] = HeldFile(path, key[1], written_back=True)
             except OSError:
                 self._fail("a file the loader reads could not be opened beside it")
                 return None
