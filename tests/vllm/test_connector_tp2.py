@@ -5,6 +5,7 @@ The engine has processes of its own here, as ``vllm serve`` has them, and the ga
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import tempfile
@@ -157,10 +158,10 @@ def lose_a_shard(engine: EngineProcess, gateway: LMCacheGateway, seen: Story) ->
 def one_kv_head(folder: Path) -> Path:
     """A tiny model of random weights with one KV head, for the tokenizer of the model in tests/models."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
+    transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(7)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=4096,
         hidden_size=128,
         intermediate_size=256,
@@ -172,7 +173,7 @@ def one_kv_head(folder: Path) -> Path:
         initializer_range=0.3,
         tie_word_embeddings=True,
     )
-    model: Any = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, folder / name)
