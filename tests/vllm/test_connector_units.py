@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 
 from kvgate_vllm.chunks import chunk_blocks, confirmed_tokens, promisable_chunks
 from kvgate_vllm.jobs import Job, JobThread
+from kvgate_vllm.lookups import Lookups
 from kvgate_vllm.metadata import AdapterRef, LoadOp, LoadResult, StepMetadata, StoreOp, WorkerReport
 from kvgate_vllm.settings import ConnectorSettings, SettingsError
+from kvgate_vllm.tracking import Track
 
 LEASE = b"secret lease".ljust(32, b".")
 
@@ -220,3 +224,20 @@ def test_a_failing_job_does_not_end_the_thread() -> None:
     assert done.wait(10)
     thread.close(10)
     assert not thread.busy("a")
+
+
+@pytest.mark.parametrize(("before", "after"), [(128, 256), (256, 128)])
+def test_a_request_is_not_bound_with_digests_of_another_chunk_size(before: int, after: int) -> None:
+    """After a restart with other chunks, digests of the old ones would name chunks whose tokens they do not cover: no bind."""
+    request = SimpleNamespace(request_id="r", num_tokens=600, all_token_ids=list(range(600)), cache_salt=None)
+    track = Track(request=request, chunk_tokens=before, uncacheable=None, adapter=None, salt=None)
+    key = bytes(range(32))
+    track.token_digests_to(key, track.full_chunks)
+    nothing: Any = SimpleNamespace()
+    lookups = Lookups(
+        nothing, nothing, ConnectorSettings(), time.monotonic, block_tokens=32, in_background=True, in_step_allowed=True
+    )
+    opened: Any = SimpleNamespace(keys=SimpleNamespace(chunk_tokens=after, token_key=key, salt_key=key))
+    assert not lookups.bind(track, opened)
+    assert (track.binding, track.chunk_tokens) == (None, before)
+    assert track.uncacheable == "uncacheable: the gateway's chunks have another size now"

@@ -67,6 +67,10 @@ class Lookups:
 
     def bind(self, track: Track, opened: Open) -> bool:
         """Bind, or bind again after the lease was lost. False: this request can't be bound."""
+        if track.chunk_tokens not in (0, opened.keys.chunk_tokens):
+            # All that is known of it (digests, what is stored) counts in the chunks of the gateway before.
+            track.uncacheable = track.outcome = "uncacheable: the gateway's chunks have another size now"
+            return False
         track.chunk_tokens = opened.keys.chunk_tokens
         try:
             if track.full_chunks > MAX_CHUNKS or track.chunk_tokens % self._block_tokens:
