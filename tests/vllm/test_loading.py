@@ -22,7 +22,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from kvgate_vllm import loading, plugin
 from kvgate_vllm.loading import COVERAGE, code_reason
 from kvgate_vllm.plugin import after_import, attach_worker, register
-from kvgate_vllm.state import PIN, RequestPin, WeightsReport, active_state, engine_state, is_active
+from kvgate_vllm.state import PIN, EngineState, RequestPin, WeightsReport, active_state, engine_state, is_active
 from tests.vllm.engine import MODEL, ROOT, EnginePool, copy_model, flip_last_byte, loaded_model
 
 WEIGHTS = "model.safetensors"
@@ -222,6 +222,19 @@ def test_another_plugins_loader_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     report = report_of(MODEL)
     assert report.artifacts == ()
     assert report.reason is not None
+
+
+def test_an_update_during_another_engines_load_is_seen() -> None:
+    """While one engine of a process loads, weights written into another's live model must stop that one's caching."""
+    with loaded_model() as (config, model):
+        state = attach_worker(config)
+        assert state.weights().reason is None
+        epoch = state.weight_epoch()
+        with loading.watching(EngineState()) as watch:
+            model.load_weights(iter(()))
+        assert state.weights().reason == loading.WRITTEN
+        assert state.weight_epoch() > epoch
+        assert watch.loaded_names is None
 
 
 def test_without_our_connector_nothing_is_watched() -> None:

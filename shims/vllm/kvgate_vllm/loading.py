@@ -263,14 +263,16 @@ def _guard_model(state: EngineState, model: Any) -> None:
 
     @functools.wraps(stock)
     def load_weights(*args: Any, **kwargs: Any) -> Any:
-        if LoadWatch.current is None:
-            state.weights_revoked(WRITTEN)
-        loaded = stock(*args, **kwargs)
-        if LoadWatch.current is not None:
-            LoadWatch.current.loaded_names = loaded
-        else:
+        watch = LoadWatch.current
+        if watch is not None and watch.state is state:
+            loaded = watch.loaded_names = stock(*args, **kwargs)
+            return loaded
+        # Also while another engine of this process loads: its watch says nothing about this one.
+        state.weights_revoked(WRITTEN)
+        try:
+            return stock(*args, **kwargs)
+        finally:
             state.bump_epoch()
-        return loaded
 
     model.load_weights = load_weights
 
