@@ -58,7 +58,7 @@ def probes() -> list[tuple[str, Callable[[], str]]]:
 
 
 class CpuBackend:
-    """Mojo kernels through ctypes, which frees the GIL. Without digests, stores bypass the caches; with them they must not."""
+    """Mojo kernels through ctypes, which frees the GIL. Stores bypass the caches, but where they are to be hashed after: a pack's."""
 
     def __init__(self, library: CpuLibrary, pages: PageSet, payload: PayloadGeometry, options: Options) -> None:
         self._library = library
@@ -143,7 +143,7 @@ class CpuBackend:
         for units in self._steps(HASH_STEP_BYTES):
             if hash_first:
                 hasher.update(self._view(move, units))
-            kernel(job.address, index, units.start, units.stop, 0)
+            kernel(job.address, index, units.start, units.stop, int(hash_first))
             if not hash_first:
                 hasher.update(self._view(move, units))
         return hasher.digest()
@@ -154,7 +154,7 @@ class CpuBackend:
         for units in self._steps(SHARED_HASH_STEP_BYTES):
             if hash_first:
                 hasher.update(self._view(move, units))
-            self._move_units(kernel, job, range(index, index + 1), units, stream=False)
+            self._move_units(kernel, job, range(index, index + 1), units, stream=hash_first)
             if not hash_first:
                 hasher.update(self._view(move, units))
         return hasher.digest()
