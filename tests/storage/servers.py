@@ -1,4 +1,4 @@
-"""Real servers for the storage tests, each on a free port, each gone with the test run: Redis, and an `lmcache server` with our module."""
+"""Real servers for the storage tests, on free ports, gone with the test run: Redis, and an `lmcache server` with our module."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from typing import Any
 import structlog
 
 from .clock import Deadline
-from .internals import HostingError, folder_names, native_client, set_native_client
+from .internals import HostingError, folder_names, native_client, set_native_client, set_worker_pool, worker_pool
+from .lengths import Lengths
 
 _TEND_S = 0.5
 _CANARY_EVERY_S = 5.0
@@ -31,11 +32,15 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class L2Adapter:
-    """One live adapter. ``folder``: path and file names, for LMCache's `fs`. ``errors``: failed operations of its client."""
+    """One live adapter. ``errors``: failed operations of its client.
+
+    ``folder``: path and file names, for LMCache's `fs`. ``lengths``: asks its server, for LMCache's `resp`.
+    """
 
     adapter_id: int
     adapter: Any
     folder: tuple[str, Callable[[Any], str]] | None
+    lengths: Lengths | None = None
     errors: int = 0
     errors_seen: int = 0
 
@@ -123,7 +128,7 @@ class L2Adapters:
             _log.warning("l2_adapter_away", kind=place.kind, error=type(error).__name__)
             return False
         adapter = {descriptor.index: adapter for descriptor, adapter in self._manager.l2_adapters()}[adapter_id]
-        live = L2Adapter(adapter_id, adapter, folder_names(adapter))
+        live = L2Adapter(adapter_id, adapter, folder_names(adapter), Lengths(place.config) if place.kind == "resp" else None)
         _count_errors(live)
         self._on_new(live)
         place.live = live
@@ -182,6 +187,8 @@ class L2Adapters:
         except TimeoutError:
             # It never answers what it was given. LMCache sends it nothing more; what it holds in L1 stays held.
             _log.warning("l2_adapter_did_not_drain", kind=place.kind)
+        if live.lengths is not None:
+            live.lengths.close()
         for callback in self._on_gone:
             callback(live)
 
@@ -218,7 +225,34 @@ class _CountingClient:
         return completions
 
 
+class _CountingPool:
+    """Stands before the pool of `valkey` clients and counts the operations that failed."""
+
+    def __init__(self, pool: Any, live: L2Adapter) -> None:
+        self._pool = pool
+        self._live = live
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._pool, name)
+        if not name.startswith("submit_"):
+            return attribute
+
+        def submit(*args: Any, **kwargs: Any) -> Any:
+            future = attribute(*args, **kwargs)
+            future.add_done_callback(self._note)  # before the adapter's own, so that its answer finds the count
+            return future
+
+        return submit
+
+    def _note(self, future: Any) -> None:
+        if future.cancelled() or future.exception() is not None:
+            self._live.errors += 1
+
+
 def _count_errors(live: L2Adapter) -> None:
     client = native_client(live.adapter)
     if client is not None:
         set_native_client(live.adapter, _CountingClient(client, live))
+    pool = worker_pool(live.adapter)
+    if pool is not None:
+        set_worker_pool(live.adapter, _CountingPool(pool, live))

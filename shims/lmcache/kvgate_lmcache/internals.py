@@ -48,6 +48,30 @@ def set_native_client(adapter: Any, client: Any) -> None:
     adapter._client = client
 
 
+def register_first(l1: Any, listener: Any) -> None:
+    """Register a listener of L1 that is called before those LMCache registered for itself."""
+    l1.register_listener(listener)
+    l1._registered_listeners = [listener, *(other for other in l1._registered_listeners if other is not listener)]
+
+
+def server_name(key: Any) -> str:
+    """Under what name LMCache's `resp` client has a key."""
+    from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import _object_key_to_string
+
+    name: str = _object_key_to_string(key)
+    return name
+
+
+def worker_pool(adapter: Any) -> Any:
+    """The pool of clients inside LMCache's `valkey` adapter, whose ``submit_*`` return futures; None for other adapters."""
+    return adapter._pool if type(adapter).__name__ == "ValkeyL2Adapter" else None
+
+
+def set_worker_pool(adapter: Any, pool: Any) -> None:
+    """Put another pool in its place. The adapter looks it up for every operation."""
+    adapter._pool = pool
+
+
 class Internals:
     """The unpublished parts of one StorageManager. Raises ``HostingError`` if one is missing."""
 

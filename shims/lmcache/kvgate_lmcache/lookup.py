@@ -20,7 +20,9 @@ from kvgate.storage.backend import ObjectRef
 
 from .adapters import L2Adapter, L2Adapters
 from .clock import Deadline
+from .internals import server_name
 from .keys import layout, object_key
+from .lengths import Lengths
 
 # An adapter that hangs must not collect unanswered questions without end.
 _MAX_ABANDONED = 256
@@ -92,6 +94,16 @@ class L2Lookup:
             return set()
         return {place for place, has in enumerate(self._in_folders(live, refs, deadline)) if has is False}
 
+    def unsafe_to_fetch(self, refs: Sequence[ObjectRef], deadline: Deadline) -> set[int]:
+        """Places of refs for which a `resp` adapter might be sent a GET of another length than the value has."""
+        return {
+            place
+            for at in self._adapters.live
+            if at.lengths is not None
+            for place, has in enumerate(self._by_length(at, at.lengths, refs, deadline))
+            if has is None
+        }
+
     def sweep(self) -> bool:
         """Take late answers and give their locks back; whether questions are still open."""
         with self._lock:
@@ -128,11 +140,33 @@ class L2Lookup:
                     self._on_damage(at.adapter, key)
         return found
 
+    def _by_length(self, at: L2Adapter, lengths: Lengths, refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
+        """What the server of a `resp` adapter has, in exactly the length asked; another length is removed from it."""
+        names = [server_name(object_key(ref)) for ref in refs]
+        found = lengths.of(names, deadline)
+        if found is None:
+            at.errors += 1  # have it looked after
+            return [None] * len(refs)
+        wrong = [place for place, length in enumerate(found) if length not in (0, refs[place].object_bytes)]
+        answers: Answers = [length == ref.object_bytes for length, ref in zip(found, refs, strict=True)]
+        if wrong:
+            gone = lengths.drop([names[place] for place in wrong], deadline)
+            for place in wrong:
+                self._on_damage(at.adapter, object_key(refs[place]))
+                answers[place] = False if gone else None
+        return answers
+
     def _in_servers(self, servers: Sequence[L2Adapter], refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
         if self.abandoned > _MAX_ABANDONED:
             return [None] * len(refs)
-        open_questions = _ask(servers, refs)
         found: Answers = [False] * len(refs)
+        open_questions = _ask([at for at in servers if at.lengths is None], refs)
+        for at in servers:
+            if at.lengths is not None:
+                has_them = self._by_length(at, at.lengths, refs, deadline)
+                found = [
+                    before or (has if before is not None else has or None) for before, has in zip(found, has_them, strict=True)
+                ]
         pause = 0
         while open_questions:
             still_open = []

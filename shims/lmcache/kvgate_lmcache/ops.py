@@ -121,7 +121,7 @@ class StorageOps:
         """Bring objects from L2 and hold them: (hold, offset, L2) or ABSENT. Blocks."""
         if not self.has_l2:
             return [_NOTHING] * len(refs)
-        absent = self._lookup.absent_in_folders(refs, deadline)
+        absent = self._lookup.absent_in_folders(refs, deadline) | self._lookup.unsafe_to_fetch(refs, deadline)
         keys = [None if place in absent else object_key(ref) for place, ref in enumerate(refs)]
         items = list({key: (ref, key) for ref, key in zip(refs, keys, strict=True) if key is not None}.values())
         if not items:

@@ -16,6 +16,7 @@ import structlog
 from lmcache.v1.distributed.internal_api import L1ManagerListener
 
 from .clock import Deadline
+from .internals import register_first
 
 _MAX_DAMAGED = 4096
 _LOG_EVERY_S = 10.0
@@ -42,7 +43,8 @@ class L2Watch(L1ManagerListener):
 
     def attach(self, l1: Any, store_controller: Any) -> None:
         """Start watching commits. Before the first one, or pending stores are missed."""
-        l1.register_listener(self)
+        # First: LMCache's own listener wakes the store controller, which can be done with a key before we have noted it.
+        register_first(l1, self)
         process = store_controller._process_new_keys
 
         def process_and_tell(keys: list[Any]) -> None:
