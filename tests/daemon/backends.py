@@ -22,6 +22,7 @@ class FaultyBackend:
 
     def __init__(self, pool_bytes: int = 1 << 20) -> None:
         self.inner = MemoryBackend(pool_bytes)
+        self.l2 = True
         self.broken: set[str] = set()
         self.stalled: set[str] = set()
         self.late: set[str] = set()
@@ -61,6 +62,11 @@ class FaultyBackend:
     def pool(self) -> PoolInfo | None:
         """See ``StorageBackend``."""
         return self.inner.pool
+
+    @property
+    def has_l2(self) -> bool:
+        """The tests say what lies behind the pool; by default something does, so that it is probed."""
+        return self.l2
 
     def on_generation(self, callback: Callable[[PoolInfo | None], None]) -> None:
         """See ``StorageBackend``."""

@@ -2,6 +2,8 @@
 
 Entries appear at commit, at a successful acquire and when a probe of L2 found something; they go when an acquire finds the
 object missing. The oldest are forgotten first: forgetting costs a probe, nothing else.
+
+While nothing was forgotten since the pool came up, what is not listed was never committed to it: without L2 that is a certain miss.
 """
 
 from __future__ import annotations
@@ -12,10 +14,20 @@ class PresenceIndex:
 
     def __init__(self, max_chunks: int) -> None:
         self._max_chunks = max_chunks
+        self._complete = True
         self._bitmaps: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._bitmaps)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything in the pool is listed; more may be, as always."""
+        return self._complete
+
+    def doubt(self) -> None:
+        """Something may be in the pool that is not listed: storage did not say what became of it."""
+        self._complete = False
 
     def add(self, chunk: bytes, rectangle: int) -> None:
         """Note that one rectangle of ``chunk`` is stored."""
@@ -23,6 +35,7 @@ class PresenceIndex:
         known = bitmaps.get(chunk)
         if known is None and len(bitmaps) >= self._max_chunks:
             del bitmaps[next(iter(bitmaps))]
+            self._complete = False
         bitmaps[chunk] = (known or 0) | 1 << rectangle
 
     def discard(self, chunk: bytes, rectangle: int) -> None:
@@ -47,5 +60,6 @@ class PresenceIndex:
         return len(chunks)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """The pool is gone, and everything in it."""
         self._bitmaps.clear()
+        self._complete = True

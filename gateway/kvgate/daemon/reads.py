@@ -76,8 +76,10 @@ class Reads:
         return len(self._loads)
 
     def start_probe(self, lease: Lease, present: int) -> bool:
-        """Ask L2 in the background about chunks from ``present`` on; False where there is nothing to ask about."""
+        """Ask storage in the background about chunks from ``present`` on; False where there is nothing to ask about."""
         if present >= len(lease.chunks) or self._backend.pool is None:
+            return False
+        if self._presence.complete and not self._backend.has_l2:
             return False
         lease.probe = asyncio.create_task(self._probe(lease, present))
         return True
@@ -146,10 +148,11 @@ class Reads:
                 reached = await self._acquire_batch(lease, end, batch, max(0.001, until - loop.time()))
                 complete, end = reached == batch, reached
                 if not complete:
-                    lease.unanswered |= loop.time() >= until - LATE_SHARE * deadline_s
+                    if loop.time() >= until - LATE_SHARE * deadline_s:
+                        self._doubt(lease)
                     break
         except StorageUnavailable:
-            lease.unanswered = True
+            self._doubt(lease)
             self._metrics.storage_faults.labels("acquire").inc()
         finally:
             lease.lock.release()
@@ -159,6 +162,11 @@ class Reads:
         if end < last:
             self._explainer.missed(lease, end)
         return end
+
+    def _doubt(self, lease: Lease) -> None:
+        """Storage failed or was late: what it did not give may be there, though the index no longer lists it."""
+        lease.unanswered = True
+        self._presence.doubt()
 
     async def _believed(self, lease: Lease, wait_s: float) -> int:
         """How many chunks from the first are worth asking storage for, once the probe has ended or the wait is over."""

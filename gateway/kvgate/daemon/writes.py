@@ -114,6 +114,7 @@ class Writes:
         except StorageUnavailable:
             # Which of them became visible is unknown. Those that did not must not stay reserved for ever.
             self._metrics.storage_faults.labels("commit").inc()
+            self._presence.doubt()
             self._abort_soon([write.reservation for write in ready])
             raise
         stored = [write for write, visible in zip(ready, done, strict=True) if visible]

@@ -93,6 +93,10 @@ class StorageBackend(Protocol):
     def pool(self) -> PoolInfo | None:
         """The live pool, or None while there is none (starting, or restarting after a crash)."""
 
+    @property
+    def has_l2(self) -> bool:
+        """Whether objects may be found that did not come through ``commit`` of the live pool: tiers behind it, or other users of it."""
+
     def on_generation(self, callback: Callable[[PoolInfo | None], None]) -> None:
         """Call ``callback`` on the loop each time the pool is lost (None) or a new one is up."""
 

@@ -107,6 +107,7 @@ class LMCacheBackend:
 
     def __init__(self, config: LMCacheConfig) -> None:
         self.config = config
+        self._has_l2 = bool(config.adapters() or config.attach_url)
         self._folder = RunFolder(Path(config.state_dir).resolve())
         self._process: StorageProcess | None = None
         self._pool: PoolInfo | None = None
@@ -163,6 +164,11 @@ class LMCacheBackend:
     def pool(self) -> PoolInfo | None:
         """The live pool, or None while no process serves."""
         return self._pool
+
+    @property
+    def has_l2(self) -> bool:
+        """Whether it has L2 adapters, or is attached to a server that others use as well."""
+        return self._has_l2
 
     @property
     def process_pid(self) -> int | None:

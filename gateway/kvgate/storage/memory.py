@@ -97,6 +97,11 @@ class MemoryBackend:
         """The live pool, or None before start and after stop."""
         return self._pool
 
+    @property
+    def has_l2(self) -> bool:
+        """Nothing lies behind this pool."""
+        return False
+
     def on_generation(self, callback: Callable[[PoolInfo | None], None]) -> None:
         """Call ``callback`` when the pool comes up or goes away."""
         self._callbacks.append(callback)
