@@ -273,9 +273,31 @@ def test_a_fresh_stamp_has_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Stamp(1, 1, 1, now_ns - 1_000_000, 0).settle()
     assert Stamp(1, 1, 1, 0, now_ns - 1_000_000).settle()
     assert len(waited) == 2
-    assert not Stamp(1, 1, 1, 0, now_ns - 1_000_000_000).settle()
+    assert not Stamp(1, 1, 1, 0, now_ns - 1_000_000_001).settle()
     assert not Stamp(1, 1, 1, 0, now_ns + 1_000_000_000).settle()
     assert len(waited) == 2
+
+
+@pytest.mark.parametrize("age_s", [0, 1, 2])
+def test_a_file_with_whole_seconds_settles_for_longer(age_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system keeps every second one only, a later write may show the same time for two seconds: they must pass."""
+    now_ns = 10_000_000_000
+    waited: list[float] = []
+    monkeypatch.setattr("kvgate_vllm.file_digest.time.time_ns", lambda: now_ns)
+    monkeypatch.setattr("kvgate_vllm.file_digest.time.sleep", waited.append)
+    changed_ns = now_ns - age_s * 1_000_000_000
+    assert Stamp(1, 1, 1, 0, changed_ns).settle()
+    assert waited[0] > 2 - age_s
+    assert not Stamp(1, 1, 1, 0, now_ns - 3_000_000_000).settle()
+
+
+def test_a_path_that_became_a_pipe_is_a_change(file: Path) -> None:
+    """Looking at the file again must not wait for whoever might write to a pipe in its place."""
+    held = HeldFile(str(file), "weights")
+    file.unlink()
+    os.mkfifo(file)
+    assert held.changed()
+    held.close()
 
 
 def test_a_copy_is_private_new_and_bounded(tmp_path: Path, file: Path) -> None:

@@ -39,6 +39,8 @@ from kvgate_vllm.state import Artifact
 
 SETTLE_S: Final = 0.02
 """Longer than a tick of the clock file systems stamp with (10 ms at 100 Hz)."""
+COARSE_SETTLE_S: Final = 2.1
+"""The same for file systems that keep whole seconds, or every second one, only."""
 _SETTLE_TRIES: Final = 10
 _COPY_BYTES: Final = 1 << 20
 
@@ -62,11 +64,13 @@ class Stamp:
         return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
     def settle(self) -> bool:
-        """Wait, at most ``SETTLE_S``, until a later change must show in the times. True if it had to wait."""
+        """Wait, at most ``COARSE_SETTLE_S``, until a later change must show in the times. True if it had to wait."""
+        coarse = not (self.modified_ns % 1_000_000_000 or self.changed_ns % 1_000_000_000)
+        settle_s = COARSE_SETTLE_S if coarse else SETTLE_S
         age_s = (time.time_ns() - max(self.modified_ns, self.changed_ns)) / 1e9
-        if not 0 <= age_s < SETTLE_S:
+        if not 0 <= age_s < settle_s:
             return False
-        time.sleep(SETTLE_S - age_s)
+        time.sleep(settle_s - age_s)
         return True
 
 
@@ -96,7 +100,12 @@ class HeldFile:
     def changed(self) -> bool:
         """Whether the file changed since the first look, or its path names another file now."""
         try:
-            return Stamp.of(os.fstat(self.fd)) != self.stamp or Stamp.of(Path(self.path).stat()) != self.stamp
+            # Opened again, since on a network file system only that asks the server anew.
+            again = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                return any(Stamp.of(os.fstat(fd)) != self.stamp for fd in (again, self.fd))
+            finally:
+                os.close(again)
         except OSError:
             return True
 
