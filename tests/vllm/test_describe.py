@@ -34,11 +34,17 @@ def _alone(request: pytest.FixtureRequest, engines: EnginePool) -> None:
         engines.close()
 
 
-def describe(model: Path = MODEL, *, isa: str | None = "vec", **options: Any) -> EngineDescription:
-    """Load a model and describe it as a worker would, with ``isa`` as its attention backend sets it."""
+def describe(
+    model: Path = MODEL, *, isa: str | None = "vec", prepare: Callable[[Any], None] = lambda _layer: None, **options: Any
+) -> EngineDescription:
+    """Load a model and describe it as a worker would, with ``isa`` as its attention backend sets it.
+
+    prepare: called with each attention layer before.
+    """
     with loaded_model(model, **options) as (config, _model):
         for layer in attention_layers(config).values():
             layer.isa = isa
+            prepare(layer)
         specs = {name: layer.get_kv_cache_spec(config) for name, layer in attention_layers(config).items()}
         config.cache_config.kv_cache_layout = "LBNHC"  # as the engine core resolves it on the CPU
         (kv_cache_config,) = get_kv_cache_configs(config, [specs], [1 << 28])
@@ -191,6 +197,19 @@ def test_the_isa_is_read_from_the_layers(plain: EngineDescription) -> None:
 def test_an_unknown_page_order_is_refused() -> None:
     """If the CPU backend has not said in which order it keeps its pages, the engine must not be cached."""
     assert describe(isa=None).reason == "the page order of the CPU attention backend is not known"
+
+
+@pytest.mark.parametrize("part", ["attn_backend", "impl"])
+def test_attention_code_from_outside_vllm_is_refused(part: str) -> None:
+    """A plugin's attention is told from another only by its name, which it chooses itself: its engine must not be cached."""
+
+    def replace(layer: Any) -> None:
+        if part == "impl":
+            layer.impl.__class__ = type("Outside", (type(layer.impl),), {"__module__": "plugin.attention"})
+        else:
+            layer.attn_backend = type("Outside", (layer.attn_backend,), {"__module__": "plugin.attention"})
+
+    assert describe(prepare=replace).reason == "attention code comes from outside vLLM, which is not covered"
 
 
 def test_a_real_engine_knows_its_page_order(engine: Engine) -> None:

@@ -180,6 +180,9 @@ def _group_reason(group: Any, layers: dict[str, Any], rectangle: RectangleShape)
     for name in group.layer_names:
         if name not in layers:
             return "a layer with a KV cache is not an attention layer"
+        code = (layers[name].attn_backend, type(getattr(layers[name], "impl", None)))
+        if any(kind.__module__.partition(".")[0] not in ("vllm", "builtins") for kind in code):
+            return "attention code comes from outside vLLM, which is not covered"
         if getattr(layers[name], "kv_sharing_target_layer_name", None) is not None:
             return "KV sharing between layers is not covered"
     return None
