@@ -11,7 +11,23 @@ import pytest
 
 from kvgate.client import Call, GatewayClient, GatewayRefused, GatewayUnavailable
 from kvgate.contract.record import Record
-from kvgate.protocol.messages import Acquire, Acquired, Done, OpenEngine, Release, Welcome
+from kvgate.protocol.messages import (
+    Acquire,
+    Acquired,
+    Bind,
+    Bound,
+    Commit,
+    Done,
+    FinishLoad,
+    Load,
+    LoadPlan,
+    OpenEngine,
+    Release,
+    Reserve,
+    Reserved,
+    ReservedSlot,
+    Welcome,
+)
 from tests.client.server import Hangup, ScriptedGateway, failure
 
 LEASE = b"l" * 32
@@ -98,6 +114,75 @@ def test_a_late_reply_is_dropped(client: GatewayClient, socket: Path) -> None:
             client.call(RELEASE, 0.05)
         gate.set()
         assert client.call(Acquire(lease=LEASE, first=0, last=9, deadline_ms=10), 5) == Acquired(end=3)
+
+
+def slot(chunk: int, status: str, reservation: int) -> ReservedSlot:
+    """One answer to a reservation."""
+    return ReservedSlot(chunk=chunk, status=status, reservation=reservation, offset=0, length=0)
+
+
+HANDED_OUT: list[tuple[Record, Record, Record]] = [
+    (
+        Bind(handle=LEASE, adapter=None, salt=None, scope="prefix", scope_key=None, manifest=None, tokens=b""),
+        Bound(lease=LEASE, present=0, probing=False, reference="0" * 16, addresses=b""),
+        Release(lease=LEASE),
+    ),
+    (
+        Load(lease=LEASE, chunks=(0,)),
+        LoadPlan(ticket=7, pool="p", pool_bytes=4096, slots=()),
+        FinishLoad(ticket=7, mismatched=()),
+    ),
+    (
+        Reserve(lease=LEASE, chunks=(0, 1, 2)),
+        Reserved(pool="p", pool_bytes=4096, slots=(slot(0, "slot", 5), slot(1, "busy", 0), slot(2, "slot", 6))),
+        Commit(written=(), aborted=(5, 6)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("request_", "reply", "remedy"), HANDED_OUT, ids=["lease", "load", "slots"])
+def test_what_a_late_reply_hands_out_is_given_back(
+    client: GatewayClient, socket: Path, request_: Record, reply: Record, remedy: Record
+) -> None:
+    """A lease, a load or slots that come after the deadline must not stay open for as long as the connection lives."""
+    gate, given_back = threading.Event(), threading.Event()
+
+    def slow(message: Record) -> Record:
+        if message == request_:
+            assert gate.wait(5)
+            return reply
+        if message == remedy:
+            given_back.set()
+        return Done()
+
+    with ScriptedGateway(socket, slow):
+        assert client.wait_connected(5)
+        with pytest.raises(GatewayUnavailable):
+            client.call(request_, 0.05)
+        gate.set()
+        assert given_back.wait(5)
+        assert client.connected
+
+
+def test_a_late_reservation_of_nothing_needs_no_answer(client: GatewayClient, socket: Path) -> None:
+    """Where a late reply hands out nothing, nothing is sent."""
+    gate = threading.Event()
+    seen: list[Record] = []
+
+    def slow(message: Record) -> Record:
+        seen.append(message)
+        if isinstance(message, Reserve):
+            assert gate.wait(5)
+            return Reserved(pool="p", pool_bytes=4096, slots=(slot(0, "full", 0),))
+        return Done()
+
+    with ScriptedGateway(socket, slow):
+        assert client.wait_connected(5)
+        with pytest.raises(GatewayUnavailable):
+            client.call(Reserve(lease=LEASE, chunks=(0,)), 0.05)
+        gate.set()
+        assert client.call(RELEASE, 5) == Done()
+        assert [type(message) for message in seen] == [Reserve, Release]
 
 
 def test_lost_connection_fails_open_requests_and_reconnects(client: GatewayClient, socket: Path) -> None:

@@ -12,10 +12,13 @@ from kvgate.client.errors import GatewayRefused, GatewayUnavailable
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import Record
 from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
-from kvgate.protocol.messages import REPLIES, Failure
+from kvgate.protocol.messages import REPLIES, Bound, Commit, Failure, FinishLoad, LoadPlan, Release, Reserved
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 """More bytes than this waiting for the socket: the gateway does not read, so new requests fail at once."""
+
+UNDO_S: Final = 30.0
+"""Deadline of a message that gives back what a late reply handed out."""
 
 Reply = Future[Record]
 
@@ -110,7 +113,11 @@ class Wire(asyncio.Protocol):
         frame = parse_frame(payload)
         pending = self._pending.pop(frame.id, None)
         if pending is None:
-            return  # its deadline has passed
+            # Its deadline has passed: nobody else will ever give back what it hands out.
+            remedy = undoing(frame.message())
+            if remedy is not None:
+                self.send(remedy, UNDO_S, Future())
+            return
         pending.timer.cancel()
         try:
             message = frame.message()
@@ -123,3 +130,17 @@ class Wire(asyncio.Protocol):
             pending.reply.set_result(message)
         else:
             pending.reply.set_exception(GatewayUnavailable("the gateway's reply has the wrong type"))
+
+
+def undoing(reply: Record) -> Record | None:
+    """The request that gives back what ``reply`` hands out: a lease, a load or slots. None where that is nothing."""
+    match reply:
+        case Bound():
+            return Release(lease=reply.lease)
+        case LoadPlan():
+            return FinishLoad(ticket=reply.ticket, mismatched=())
+        case Reserved():
+            aborted = tuple(slot.reservation for slot in reply.slots if slot.status == "slot")
+            return Commit(written=(), aborted=aborted) if aborted else None
+        case _:
+            return None
