@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvgate_vllm import hooks
 from kvgate_vllm.loading import READ_ONLY_RPCS, WRITING_METHODS
-from kvgate_vllm.state import EngineState, WeightsReport, pin_of
+from kvgate_vllm.state import EngineState, WeightsReport, engine_state, pin_of
 from tests.vllm.engine import MODEL, Engine, copy_model, prompt_tokens
 
 WEIGHTS = "model.safetensors"
@@ -302,3 +304,22 @@ def test_a_failing_update_is_taken_for_an_update(live: Engine) -> None:
         live.llm.collective_rpc(fail)
     assert state(live).weights().reason is not None
     assert live.ask(PROMPT).cached == 0
+
+
+@pytest.mark.parametrize(("level", "moves", "revokes"), [(0, False, False), (1, True, False), (2, True, True)])
+def test_pages_discarded_by_a_sleep_are_never_stored(level: int, moves: bool, revokes: bool) -> None:
+    """A sleep that discards pages must end the storing of every request that had some; only one that discards weights revokes."""
+    told: list[Any] = []
+    core: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            parallel_config=type("ParallelConfig", (), {})(),
+            kv_transfer_config=SimpleNamespace(kv_connector="KVGateConnector", kv_connector_extra_config={}),
+        ),
+        model_executor=SimpleNamespace(collective_rpc=lambda *call, **_more: told.append(call)),
+    )
+    engine = engine_state(core.vllm_config)
+    engine.weights_loaded((), None)
+    epochs: list[int] = []
+    hooks._sleep(lambda _self, _level: epochs.append(engine.weight_epoch()), core, level)
+    assert (epochs[0] > 0) is moves  # before the pages go
+    assert (engine.weights().reason is not None, bool(told)) == (revokes, revokes)

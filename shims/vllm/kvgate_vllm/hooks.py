@@ -181,7 +181,10 @@ def _collective_rpc(stock: Callable[..., Any], self: Any, method: Any, *args: An
 
 def _sleep(stock: Callable[..., Any], self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
     state = active_state(self.vllm_config)
-    if state is None or level < 2:
+    if state is None or level < 1:
+        return stock(self, level, *args, **kwargs)
+    if level == 1:
+        state.bump_epoch()  # weights come back as they were, pages don't: nothing of a request from before is stored
         return stock(self, level, *args, **kwargs)
     with _changing_weights(self, state, SLEPT):
         return stock(self, level, *args, **kwargs)
