@@ -58,7 +58,11 @@ _MODEL: Final = _rows(
     ("model.base.artifacts[].role", "base", "what the loader opened the file as"),
     ("model.base.artifacts[].size_bytes", "base", "size of the file"),
     ("model.base.artifacts[].digest", "base", "BLAKE3-256 of the file"),
-    ("model.architecture.settings[].name", "base", "a setting of the effective model configuration"),
+    (
+        "model.architecture.settings[].name",
+        "base",
+        "a setting of the effective model configuration, or of how an adapter is applied",
+    ),
     ("model.architecture.settings[].value", "base", "its value as exact text"),
     ("model.adapter.artifacts[].role", "adapter", "what the adapter loader opened the file as; no adapter is an explicit null"),
     ("model.adapter.artifacts[].size_bytes", "adapter", "size of the adapter file"),
