@@ -335,9 +335,20 @@ async def test_many_requests_leave_nothing_behind(start: Start) -> None:
     await engine.close()
 
 
+def descriptors() -> list[str]:
+    """What this process has open, but for the explain index, whose thread opens its files when it gets to it."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))  # noqa: PTH115
+        except FileNotFoundError:
+            continue  # the listing's own
+    return [path for path in found if "explain.sqlite" not in path]
+
+
 async def test_connections_leave_nothing_behind(gateway: Gateway) -> None:
     """Hundreds of connections that came, registered, bound and went leave no session, registration, lease or watcher."""
-    tasks, descriptors = len(own_tasks()), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    tasks, before = len(own_tasks()), descriptors()
     for number in range(200):
         engine = await Engine.start(gateway.config.socket_path, engine=makers.engine_id(f"engine {number}"))
         await engine.lease("a")
@@ -346,7 +357,7 @@ async def test_connections_leave_nothing_behind(gateway: Gateway) -> None:
     await eventually_sessions(gateway, 0)
     assert (await gateway.status())["registrations"] == []
     assert len(own_tasks()) == tasks
-    assert len(os.listdir("/proc/self/fd")) - descriptors <= 2  # noqa: PTH208
+    assert len(descriptors()) <= len(before)
 
 
 async def test_engines_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
