@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import struct
@@ -59,9 +60,11 @@ class Remote:
         try:
             reply = self._client.server_module_call(self._request(method, pack(**values))).result(timeout=timeout_s)
         except TimeoutError as error:
-            raise LostServer("no LMCache server answers") from error
+            raise LostServer(
+                "no answer: that is no LMCache server, it hangs, or it was started without kvgate's module"
+            ) from error
         if not reply.success:
-            unknown = reply.error.startswith("unknown server module method")
+            unknown = reply.error.startswith("unknown server module method")  # of another module: it has one, and not ours
             raise LostServer("that LMCache server was started without kvgate's module" if unknown else "kvgate's module failed")
         answer = unpack(reply.payload)
         if problem := answer.get("problem"):
@@ -76,6 +79,7 @@ class Bridge:
         self._stop = stop
         self._sender = Remote(settings.attach_url)
         self._poller = Remote(settings.attach_url)
+        self._url = settings.attach_url
         self._start_id = settings.start_id
         self._session = b""
         self._changed = threading.Condition()
@@ -86,6 +90,7 @@ class Bridge:
 
     def open(self) -> Ready:
         """Begin the session; what the daemon must know. Raises ``HostingError``."""
+        _check_listens(self._url)
         pid = os.getpid()
         try:
             found = self._sender.call(
@@ -172,6 +177,19 @@ class Bridge:
             self._open_calls -= len(answers)
         with self._write_lock:
             self._connection.sendall(b"".join(answers))
+
+
+def _check_listens(url: str) -> None:
+    """LMCache's client waits silently for a server that is not there: ask the kernel first."""
+    found = re.fullmatch(r"(?:tcp|grpc)://\[?([^/]+?)\]?:(\d{1,5})", url)
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), _OPEN_S).close()
+    except OSError as error:
+        raise HostingError(
+            f"cannot attach: no LMCache server listens there ({error.strerror or type(error).__name__})"
+        ) from error
 
 
 def _wants_answer(body: bytes) -> bool:
