@@ -85,9 +85,10 @@ class GatewayProcess:
             os.kill(self.pid, signal.SIGCONT)
             self._signal(signal.SIGTERM)
 
-    def restart(self) -> None:
-        """Stop and start."""
+    def restart(self, **settings: str) -> None:
+        """Stop and start, with other ``settings`` where given."""
         self.stop()
+        self._settings |= {name.replace("_", "-"): value for name, value in settings.items()}
         self.start()
 
     def status(self) -> dict[str, Any]:
