@@ -167,6 +167,18 @@ def test_an_adapter_above_the_limit_goes_through_unchanged(root: Path) -> None:
     assert bound(AdapterSnapshots(root, Limits(adapter_bytes=size_bytes)), lora(KJV)).reason is None
 
 
+def test_an_adapter_that_is_not_copied_never_runs_as_one_that_is(snapshots: AdapterSnapshots, tmp_path: Path) -> None:
+    """vLLM knows adapters by integer id: one that passes through under an id of ours would be answered by another's weights."""
+    ours = bound(snapshots, lora(KJV)).lora_request.lora_int_id
+    request = lora(tmp_path, user_id=ours, load_inplace=True)
+    first, again, other = (bound(snapshots, one) for one in (request, request, lora(tmp_path, user_id=ours + 1)))
+    assert first.reason
+    assert first.lora_request.lora_int_id == again.lora_request.lora_int_id
+    assert len({ours, first.lora_request.lora_int_id, other.lora_request.lora_int_id}) == 3
+    assert (first.lora_request.lora_path, first.lora_request.load_inplace) == (str(tmp_path), True)
+    assert snapshots.user_ids({first.lora_request.lora_int_id}) == {ours}
+
+
 def test_a_configuration_of_absurd_size_is_refused(snapshots: AdapterSnapshots, tmp_path: Path) -> None:
     """The configuration has a bound of its own."""
     folder = put_adapter(KJV, tmp_path / "a")

@@ -131,7 +131,7 @@ class AdapterSnapshots:
     def bind(self, lora_request: Any) -> Binding:
         """Hash and copy the adapter of ``lora_request``, unless that was done, and say what to load instead of it.
 
-        One that cannot be copied is passed through unchanged, with a reason. Pair with ``hold`` or ``let_go``.
+        One that cannot be copied is passed through, with a reason. Pair with ``hold`` or ``let_go``.
         """
         try:
             carried = _carried(lora_request)
@@ -142,9 +142,9 @@ class AdapterSnapshots:
                 copy = self._copies[digest]
                 copy.holders += 1
         except AdapterRefused as refused:
-            return Binding(lora_request, None, str(refused))
+            return Binding(self._beside(lora_request), None, str(refused))
         except OSError:
-            return Binding(lora_request, None, "the adapter could not be copied")
+            return Binding(self._beside(lora_request), None, "the adapter could not be copied")
         rewritten = type(lora_request)(
             lora_name=lora_request.lora_name, lora_int_id=int_id, lora_path=str(copy.folder), **carried
         )
@@ -164,6 +164,15 @@ class AdapterSnapshots:
         if binding.copy is not None:
             with self._lock:
                 binding.copy.holders -= 1
+
+    def _beside(self, lora_request: Any) -> Any:
+        """The request as it came; with another id where its own could be that of a copy, which vLLM would run instead."""
+        if lora_request.lora_int_id < FIRST_INT_ID:
+            return lora_request
+        with self._lock:
+            int_id = self._int_id(b"passed through %d" % lora_request.lora_int_id, lora_request)
+        fields = {name: getattr(lora_request, name) for name in lora_request.__struct_fields__}
+        return type(lora_request)(**(fields | {"lora_int_id": int_id}))
 
     # Ids: the front end goes on using its own
 
