@@ -183,8 +183,8 @@ async def test_a_restarted_server_is_a_new_generation(server: Server, tmp_path: 
 
 async def test_a_slot_still_being_written_outlives_its_gateway(server: Server, tmp_path: Path) -> None:
     """While a process that had the pool mapped lives, the slot of its open reservation goes to nobody; when it is gone, it does."""
-    program = "import mmap,sys,time; f=open(sys.argv[1],'r+b'); m=mmap.mmap(f.fileno(),0); print('mapped',flush=True); time.sleep(99)"
-        "import mmap,sys,time; m=mmap.mmap(open(sys.argv[1],'r+b').fileno(),0); print('mapped',flush=True); time.sleep(600)"
+    program = (
+        "import mmap,sys,time; f=open(sys.argv[1],'r+b'); m=mmap.mmap(f.fileno(),0); print('mapped',flush=True); time.sleep(99)"
     )
     async with contextlib.AsyncExitStack() as gateway:
         store = await gateway.enter_async_context(attached(server, tmp_path))
