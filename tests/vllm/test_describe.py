@@ -150,6 +150,7 @@ def test_moving_the_model_changes_nothing(plain: EngineDescription, tmp_path: Pa
         ({"hf_overrides": {"rms_norm_eps": 1e-6}}, {"architecture"}),
         ({"hf_overrides": {"max_position_embeddings": 8192}}, {"architecture", "rope"}),
         ({"enable_lora": True, "max_lora_rank": 8}, {"numerics.lora_max_rank", "numerics.other"}),
+        ({"additional_config": {"prefill_backend": "other"}}, {"numerics.other"}),
         ({"dtype": "float32"}, {"numerics.compute_dtype", "cache_dtype", "geometry"}),
         ({"kv_cache_dtype": "fp8_e5m2"}, {"cache_dtype", "kv_scales", "geometry"}),
         ({"block_size": 64}, {"geometry"}),

@@ -304,6 +304,10 @@ def _other_numerics(vllm_config: Any, model: Any) -> dict[str, str]:
         values["split.custom_all_reduce"] = exact_text(not parallel.disable_custom_all_reduce)
     if getattr(parallel, "enable_expert_parallel", False):
         values["expert_parallel"] = exact_text((parallel.data_parallel_size, getattr(parallel, "all2all_backend", None)))
+    elif parallel.data_parallel_size > 1 and getattr(parallel, "is_moe_model", None) is not False:
+        values["expert_split"] = exact_text(parallel.data_parallel_size)  # experts are split over all engines, in other sums
+    if getattr(vllm_config, "additional_config", None):
+        values["platform"] = settings_digest(vllm_config.additional_config)
     if lora is not None:
         names = ("lora_dtype", "fully_sharded_loras", "enable_mixed_moe_lora_format", "specialize_active_lora")
         values["lora"] = exact_text({name: getattr(lora, name, None) for name in names})
