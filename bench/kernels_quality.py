@@ -67,7 +67,8 @@ def quantised(rows: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     scale = (values.abs().amax(-1, keepdim=True) / limit).clamp_min(2.0**-126)
     scale = ((scale.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
     codes = (values / scale).round().clamp(-limit, limit)
-    return (codes * scale).view(rows.shape).to(rows.dtype)
+    restored: torch.Tensor = (codes * scale).view(rows.shape).to(rows.dtype)
+    return restored
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def scores(model: Any, layers: Layers, tokens: torch.Tensor) -> torch.Tensor:
     for index, (key, value) in enumerate(layers):
         cache.update(key.float()[None], value.float()[None], index)
     logits = model(tokens[None, PREFIX : PREFIX + SCORED], past_key_values=cache, use_cache=True).logits[0]
-    return logits.double().log_softmax(-1)
+    found: torch.Tensor = logits.double().log_softmax(-1)
+    return found
 
 
 def with_outlier(model: Any) -> Any:
@@ -166,7 +168,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)  # type: ignore[no-untyped-call,unused-ignore]
     text = "\n".join(path.read_text() for path in sorted((MODEL / "held-out").rglob("*")) if path.is_file())
     ids = torch.tensor(tokenizer(text)["input_ids"])
     step = PREFIX + SCORED + 1
