@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from kvgate.doctor.checks import NAMES
 from kvgate.doctor.findings import Check, Level, Report, Subject, run_checks
 from kvgate.doctor.host import judge_clock
 from tests.children import child
+from tests.storage.servers import Server, free_port, needs_redis, redis_server
 
 START_S = 60.0
 # What needs another Python process is left out where a test is not about it.
@@ -285,13 +287,6 @@ def test_an_l2_disk_mounted_read_only(doctor: Doctor, mounted: Path) -> None:
     assert "read-only" not in doctor.fault("disk", **settings)["found"]
 
 
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.mark.parametrize("kind", ["resp", "valkey"])
 def test_an_l2_server_that_is_down(doctor: Doctor, kind: str) -> None:
     """Nobody listens: the address and how to ask it are named, the password in the settings is not."""
@@ -325,6 +320,40 @@ def test_an_l2_server_that_does_not_answer(doctor: Doctor) -> None:
 def test_an_l2_described_wrongly(doctor: Doctor, spec: dict[str, object], remedy: str) -> None:
     """What an adapter lacks, or must not have, is named."""
     assert doctor.fault("l2", backend="auto", l2=json.dumps([spec]))["remedy"].startswith(remedy)
+
+
+def login(server: Server, **more: object) -> str:
+    """One Redis as ``l2``."""
+    return json.dumps([{"type": "resp", "host": "127.0.0.1", "port": server.port, **more}])
+
+
+@needs_redis
+def test_a_redis_that_wants_a_login(doctor: Doctor) -> None:
+    """Without or with the wrong password: found, and the password not shown; with the right one nothing is."""
+    with redis_server(doctor.folder, "--requirepass", "sesame") as server:
+        for wrong in ({}, {"password": "hunter2"}):
+            found = doctor.fault("l2", backend="auto", l2=login(server, **wrong))
+            assert found["remedy"].startswith("export LMCACHE_RESP_USERNAME=")
+            assert "hunter2" not in str(found)
+        doctor.run("l2", code=0, backend="auto", l2=login(server, password="sesame"))
+
+
+@needs_redis
+def test_a_redis_that_evicts_nothing_at_its_limit(doctor: Doctor) -> None:
+    """Once full it would refuse every store: found, and the command it names mends it."""
+    with redis_server(doctor.folder, "--maxmemory", "100mb") as server:
+        settings = {"backend": "auto", "l2": login(server)}
+        found = doctor.fault("l2", "warn", **settings)
+        assert found["remedy"] == f"redis-cli -h 127.0.0.1 -p {server.port} config set maxmemory-policy allkeys-lru"
+        if shutil.which("redis-cli"):
+            doctor.mended("l2", found["remedy"], **settings)
+
+
+def test_an_attached_server_that_is_down(doctor: Doctor) -> None:
+    """Nobody listens where the gateway should attach: the server's command line is named."""
+    port = free_port()
+    found = doctor.fault("l2", backend="attach", attach_url=f"tcp://127.0.0.1:{port}")
+    assert found["remedy"].startswith(f"lmcache server --host 127.0.0.1 --port {port}")
 
 
 def test_an_admin_port_that_is_taken(doctor: Doctor) -> None:

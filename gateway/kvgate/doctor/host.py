@@ -29,6 +29,9 @@ _LITTLE_BYTES: Final = 64 << 20
 
 def check_shared_memory(subject: Subject, report: Report) -> None:
     """Room for the pool in /dev/shm; a pool this gateway has already counts as room."""
+    if subject.config.backend == "attach":
+        report.ok("the pool is the attached server's")
+        return
     wanted = subject.config.pool_bytes
     try:
         usage = shutil.disk_usage(SHM_DIR)
@@ -70,7 +73,7 @@ def check_limits(subject: Subject, report: Report) -> None:
 
 def check_memory(subject: Subject, report: Report) -> None:
     """Memory of the machine and of the control group: a pool in shared memory counts against both."""
-    need = subject.config.pool_bytes + _PROCESSES_BYTES
+    need = (0 if subject.config.backend == "attach" else subject.config.pool_bytes) + _PROCESSES_BYTES
     held = live_pool_bytes(subject.config)
     limit = min(_cgroup_limits(), default=None)
     if limit is not None and limit < need:
@@ -118,7 +121,7 @@ def check_disk(subject: Subject, report: Report) -> None:
     config = subject.config
     places = {"data_dir": Path(config.data_dir)}
     for number, spec in enumerate(config.l2_adapters(), 1):
-        if config.backend != "memory" and isinstance(folder := spec.get("base_path"), str) and folder:
+        if config.backend in ("auto", "lmcache") and isinstance(folder := spec.get("base_path"), str) and folder:
             places[f"L2 folder {number}"] = Path(folder).absolute()
     for name, folder in places.items():
         _look_at_folder(name, folder, config.pool_bytes if name != "data_dir" else 0, report)

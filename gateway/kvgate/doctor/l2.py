@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any, Final
 
 from kvgate.doctor.findings import Report, Subject, command
+from kvgate.storage.attach_wire import server_command
 
 _ANSWER_S: Final = 3.0
 _FOLDERS: Final = ("fs", "fs_native")
@@ -21,10 +23,30 @@ def check_l2(subject: Subject, report: Report) -> None:
     if config.backend == "memory":
         report.ok("not used: backend memory")
         return
+    if config.backend == "attach":
+        _look_at_attached(config.attach_url, report)
+        return
     for number, spec in enumerate(config.l2_adapters(), 1):
         _look_at_adapter(f"adapter {number} ({spec['type']})", spec, report)
     if not report.findings:
         report.ok("none configured: what is evicted from the pool is gone")
+
+
+def _look_at_attached(url: str, report: Report) -> None:
+    found = re.fullmatch(r"(?:tcp|grpc)://\[?([^/]+?)\]?:(\d{1,5})", url)
+    if found is None:
+        report.ok("the attached server's; its address is not one that can be tried from here")
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), _ANSWER_S).close()
+    except OSError as error:
+        report.fail(f"no server to attach to at {url}: {error.strerror or type(error).__name__}", server_command(found[2]))
+        return
+    if re.fullmatch(r"localhost|127(\.\d+){3}|::1", found[1]) is None:
+        problem = f"the attached server at {url} is reachable from the network, and asks nobody who they are"
+        report.warn(problem, server_command(found[2]))
+    else:
+        report.ok(f"a server listens at {url}; its L2 is its own")
 
 
 def _look_at_adapter(name: str, spec: Mapping[str, Any], report: Report) -> None:

@@ -15,12 +15,6 @@ import sys
 import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore")
-what = sys.argv[1]
-# Libraries print while they are imported: the answer goes out alone.
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-
 
 def version(name: str) -> str | None:
     """Version of a distribution, None where it is not installed."""
@@ -83,22 +77,32 @@ def lmcache() -> dict[str, object]:
 
 def kernels() -> dict[str, object]:
     """The kernels a CPU worker of this environment would use, and why each of the others can or cannot be used."""
-    import torch
-
-    from kvgate_kernels import Packer, PageGeometry, PageLayout, PayloadGeometry
-    from kvgate_kernels.api import survey
-
-    pages = PageGeometry(PageLayout.CPU_VEC, 1, 1, 32, 32, "bfloat16")
-    packer = Packer(pages, PayloadGeometry.of(pages, 32), [torch.zeros((1, 1, 32, 64), dtype=torch.bfloat16)], threads=1)
+    # By name: the package this file lies in must not import these.
+    torch = importlib.import_module("torch")
+    module = importlib.import_module("kvgate_kernels")
+    api = importlib.import_module("kvgate_kernels.api")
+    pages = module.PageGeometry(module.PageLayout.CPU_VEC, 1, 1, 32, 32, "bfloat16")
+    tensors = [torch.zeros((1, 1, 32, 64), dtype=torch.bfloat16)]
+    packer = module.Packer(pages, module.PayloadGeometry.of(pages, 32), tensors, threads=1)
     info = packer.describe()
     packer.close()
-    return {"backend": info.name, "reason": info.reason, "gpu": torch.cuda.is_available(), "survey": survey()}
+    return {"backend": info.name, "reason": info.reason, "gpu": torch.cuda.is_available(), "survey": api.survey()}
 
 
-try:
-    answer = {"engine": engine, "lmcache": lmcache, "kernels": kernels}[what]()
-except Exception as error:  # noqa: BLE001  # reported to whoever asked
-    answer = {"error": type(error).__name__ + ": " + str(error)[:200]}
-answers.write(json.dumps(answer) + "\n")
-answers.flush()
-os._exit(0)  # no waiting for the threads of what was imported
+def main() -> None:
+    """Answer, and end."""
+    warnings.filterwarnings("ignore")
+    # Libraries print while they are imported: the answer goes out alone.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        answer = {"engine": engine, "lmcache": lmcache, "kernels": kernels}[sys.argv[1]]()
+    except Exception as error:  # noqa: BLE001  # reported to whoever asked
+        answer = {"error": type(error).__name__ + ": " + str(error)[:200]}
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+    os._exit(0)  # no waiting for the threads of what was imported
+
+
+if __name__ == "__main__":
+    main()
