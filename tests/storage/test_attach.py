@@ -18,7 +18,7 @@ from kvgate.storage.attach import AttachedBackend
 from kvgate.storage.backend import PoolInfo, StorageBackend, StorageUnavailable
 from kvgate.storage.lmcache import LMCacheConfig
 from kvgate.storage.pool import pool_path
-from tests.children import child
+from tests.children import child, die_with_parent
 from tests.storage.conftest import needs_lmcache
 from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref, overlap
 from tests.storage.servers import Server, free_port, lmcache_server
@@ -205,3 +205,25 @@ async def test_a_slot_still_being_written_outlives_its_gateway(server: Server, t
         assert await store.counter("reservations") == 0
         assert len(await store.fill(1 << 20)) == POOL_BYTES >> 20
         await store.clean_up()
+
+
+async def test_serve_says_how_to_start_the_server(tmp_path: Path) -> None:
+    """`kvgate serve` that cannot attach ends with code 1, the warning in its log and the server's command line on its last lines."""
+    flags = ["--backend", "attach", "--attach-url", f"tcp://127.0.0.1:{free_port()}", "--state-dir", str(tmp_path / "state")]
+    program = Path(sys.executable).with_name("kvgate")
+    process = await asyncio.create_subprocess_exec(
+        program,
+        "serve",
+        *flags,
+        "--data-dir",
+        str(tmp_path / "data"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        preexec_fn=die_with_parent,
+    )
+    async with asyncio.timeout(4 * SOON_S):
+        output, _ = await process.communicate()
+    assert process.returncode == 1
+    text = output.decode()
+    assert "unpickles" in text
+    assert text.rstrip().splitlines()[-1].strip().startswith("lmcache server --host 127.0.0.1")
