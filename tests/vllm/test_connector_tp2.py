@@ -254,8 +254,8 @@ def test_a_kv_head_that_both_workers_hold_is_stored_once(tmp_path: Path) -> None
         computed = engine.ask(PROMPT)
         wait_until(lambda: len(gateway.events("worker.reserve")) >= 2, SETTLE_S, "not every worker stored")
         wait_until(lambda: len(gateway.stored()) >= CHUNKS, SETTLE_S, "the objects did not reach L2")
-        local = engine.ask(PROMPT)
         lines = gateway.events("worker.reserve")
+        local = engine.ask(PROMPT)
         given = [chunk for line in lines for chunk in line["chunks"]]
         skipped = [status for line in lines for status in line["skipped"]]
         assert {line["tp_rank"] for line in lines} == {0, 1}
