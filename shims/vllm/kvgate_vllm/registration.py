@@ -81,7 +81,9 @@ class WorkerForm:
         try:
             return PayloadGeometry.of(self.pages, welcome.chunk_tokens, stored_codec(welcome))
         except UnsupportedCodec as error:
-            raise Uncacheable(f"{error}; set the gateway's codec to raw, or store such caches at a gateway of their own") from error
+            raise Uncacheable(
+                f"{error}; set the gateway's codec to raw, or store such caches at a gateway of their own"
+            ) from error
 
     def report(self, weights: WeightsReport, welcome: Welcome) -> RegisterWorker:
         """The registration message. Raises ``Uncacheable``, or ``ContractError`` naming a field."""
