@@ -45,12 +45,12 @@ SCALINGS: list[tuple[Scaling, dict[str, Any]]] = [
 def test_frequencies_are_those_of_transformers(scaling: Scaling, parameters: dict[str, Any]) -> None:
     """Default, linear, YaRN and Llama 3 scaling give the frequencies that transformers computes."""
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
-    configuration = pytest.importorskip("transformers").LlamaConfig(
-        hidden_size=1024,
-        num_attention_heads=8,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_theta": 500_000.0, **parameters},
-    )
+    transformers = pytest.importorskip("transformers")
+    # Version 5 took theta and scaling together.
+    rope: dict[str, Any] = {"rope_parameters": {"rope_theta": 500_000.0, **parameters}}
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        rope = {"rope_theta": 500_000.0, "rope_scaling": parameters}
+    configuration = transformers.LlamaConfig(hidden_size=1024, num_attention_heads=8, max_position_embeddings=32768, **rope)
     kind = parameters["rope_type"]
     if kind == "default":
         wanted = 500_000.0 ** (-torch.arange(0, 128, 2).float() / 128)
