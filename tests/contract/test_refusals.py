@@ -20,6 +20,12 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("model.base.artifacts[1].role", "weight", "model.base.artifacts[1].role", "known word"),
     ("model.base.artifacts[1].role", None, "model.base.artifacts[1].role", "known word"),
     ("model.base.artifacts[0].role", "adapter_weights", "model.base", "adapter file"),
+    (
+        "model.base.artifacts",
+        [{"role": "kv_scales", "size_bytes": 1, "digest": hex32(3)}],
+        "model.base",
+        "no weights",
+    ),
     ("model.base.artifacts[1].size_bytes", -1, "model.base.artifacts[1].size_bytes", "range"),
     ("model.base.artifacts[1].size_bytes", 2**64, "model.base.artifacts[1].size_bytes", "range"),
     ("model.base.artifacts[1].size_bytes", 1.0, "model.base.artifacts[1].size_bytes", "float"),

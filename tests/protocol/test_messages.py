@@ -167,3 +167,10 @@ def test_the_refused_values_are_right_but_for_the_one_field() -> None:
     assert m.Bind.from_value(BIND).to_value() == BIND
     assert len(m.Bind.from_value(BIND | {"tokens": b"t" * 32 * m.MAX_CHUNKS}).tokens) == 32 * m.MAX_CHUNKS
     assert len(m.Load.from_value(LEASE | {"chunks": [m.MAX_CHUNKS] * m.MAX_BATCH}).chunks) == m.MAX_BATCH
+
+
+def test_an_empty_credential_is_not_the_absence_of_one() -> None:
+    """The two are encoded apart: an empty one must be refused as unknown, and never be taken for the default domain."""
+    empty, none = m.Hello.from_value(HELLO | {"credential": b""}), m.Hello.from_value(HELLO)
+    assert empty.encode() != none.encode()
+    assert m.Hello.decode(empty.encode()) == empty != none
