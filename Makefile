@@ -23,7 +23,7 @@ SETUP_INPUTS := pyproject.toml requirements/torch.txt tools/setup_env.py
 GATEWAY_PYTHON := .venv/gateway/bin/python
 VLLM_PYTHON := .venv/vllm/bin/python
 
-.PHONY: help env-gateway env-vllm envs gateway demo test test-full bench bench-kernels kernels wheel lint format lock clean distclean
+.PHONY: help env-gateway env-vllm envs gateway demo demo-server test test-full bench bench-kernels kernels wheel lint format lock clean distclean
 
 help: ## List the targets and the variables
 	@echo "Targets:"
@@ -56,6 +56,9 @@ gateway: $(GATEWAY_STAMP) ## Run the gateway in the foreground (Ctrl-C stops it)
 
 demo: envs ## Run the main path once: two vLLM engines, one shared cache, what was reused and why
 	@$(VLLM_PYTHON) demo/main_path.py
+
+demo-server: envs ## The same through vLLM's OpenAI server and curl, with two cache salts
+	@$(VLLM_PYTHON) demo/openai_server.py
 
 test: envs kernels ## Run all tests but the slow ones, in both environments
 	@tools/run-tests.sh fast

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgate.config import Config, ConfigError, default_data_dir, default_endpoint, default_state_dir, load
+from kvgate.contract.model import NumericsClass
 
 NAMES = [field.name for field in dataclasses.fields(Config)]
 
@@ -115,6 +116,7 @@ BAD = {
         "localhost:²",
         "localhost:-1",
     ],
+    "numerics_classes": ["fleet a", "Fleet", "a,-b", "x" * 65],
     "l2": ["{", "[1]", "{}", '"fs"', '[{"base_path":"/x"}]', '[{"type":5}]', "[" * 50_000, "null"],
 }
 
@@ -229,3 +231,10 @@ def test_any_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
     except ConfigError as error:
         outcome = str(error)
     assert name in outcome
+
+
+@given(st.from_regex(r"[a-z0-9][a-z0-9._-]{0,63}", fullmatch=True))
+def test_every_accepted_class_name_is_one_of_the_contract(name: str) -> None:
+    """A class that the gateway lets an operator declare can be named by an engine."""
+    loaded = load(None, {}, {"numerics_classes": name}).config
+    assert [NumericsClass(name=each).name for each in loaded.numerics_class_names()] == [name]

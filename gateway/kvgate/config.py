@@ -143,6 +143,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = {
 _PATHS: Final = ("state_dir", "data_dir", "secret_file", "credentials_file")
 _MAX_TEXT_CHARS: Final = 65_536
 _MAX_DOMAIN_BYTES: Final = 4096
+_CLASS_NAME: Final = r"[a-z0-9][a-z0-9._-]{0,63}"  # as the contract's NumericsClass has it
 _CHOICES: Final = {
     "backend": ("auto", "lmcache", "memory", "attach"),
     "codec": ("raw", "k16v8"),
@@ -263,6 +264,9 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
         raise ConfigError(f"pool_bytes ({origins['pool_bytes']}): must be a multiple of 4096")
     if len(os.fsencode(config.socket_path)) > 100:
         raise ConfigError(f"state_dir ({origins['state_dir']}): too long for a unix socket; choose a path under 80 bytes")
+    for name in config.numerics_class_names():
+        if re.fullmatch(_CLASS_NAME, name) is None:
+            raise ConfigError(f"numerics_classes ({origins['numerics_classes']}): each name must match {_CLASS_NAME}")
     if config.admin_tcp and not _is_host_port(config.admin_tcp):
         raise ConfigError(f"admin_tcp ({origins['admin_tcp']}): must be HOST:PORT, e.g. 127.0.0.1:9464")
     if config.backend == "attach" and not re.fullmatch(r"(tcp|ipc|grpc|grpc\+unix)://\S+", config.attach_url):
