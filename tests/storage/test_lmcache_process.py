@@ -318,7 +318,7 @@ async def test_another_lmcache_release_is_refused_by_name(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("adapter", "expected"),
     [
-        ({"type": "no_such_adapter"}, "no_such_adapter"),
+        ({"type": "no_such_adapter"}, "'no_such_adapter' is not usable: LMCache knows no such type"),
         ({"type": "fs"}, "base_path"),
         ({"type": "fs", "base_path": ""}, "base_path"),
         ({"base_path": "/tmp/x"}, "type"),

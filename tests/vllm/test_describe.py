@@ -98,7 +98,7 @@ def test_settings_are_sorted_and_named_once(plain: EngineDescription) -> None:
 def test_nothing_of_paths_and_names_is_in_it(plain: EngineDescription, tmp_path: Path) -> None:
     """No folder, model name or version of a library that only read the configuration may be in the description."""
     text = repr(plain)
-    for secret in ("/work", "/root", str(tmp_path), "docs-llama-7m", "transformers_version", "_name_or_path"):
+    for secret in ("/home", "/root", str(tmp_path), "docs-llama-7m", "transformers_version", "_name_or_path"):
         assert secret not in text
 
 

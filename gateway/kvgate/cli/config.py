@@ -18,7 +18,8 @@ def add_parser(commands: Any) -> None:
         help="show every setting and where it came from",
         description=(
             "Show the settings `kvgate serve` would use, given the same flags. Sources, the later wins: default, TOML file "
-            "(--config or $KVGATE_CONFIG), environment (KVGATE_<SETTING>), flags. The output is itself a valid TOML file."
+            "(--config or $KVGATE_CONFIG), environment (KVGATE_<SETTING>; a variable of another name is ignored), flags. "
+            "The output is itself a valid TOML file."
         ),
     )
     add_config_flags(parser)

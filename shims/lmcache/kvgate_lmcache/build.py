@@ -81,7 +81,11 @@ def adapter_configs(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]
     for spec in specs:
         try:
             (config,) = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)])).adapters
-        except (ImportError, TypeError, ValueError) as error:
+        except ImportError as error:
+            # LMCache imports all its adapters in search of the name, and then reports whichever failed last.
+            cause = f"LMCache knows no such type, or a package that it needs is missing (the last one missed: {error})"
+            raise HostingError(f"L2 adapter {spec['type']!r} is not usable: {cause}") from error
+        except (TypeError, ValueError) as error:
             raise HostingError(f"L2 adapter {spec['type']!r} is not usable: {error}") from error
         configs.append((spec["type"], config))
     return configs
