@@ -54,10 +54,10 @@ envs: $(GATEWAY_STAMP) $(VLLM_STAMP) ## Set up both
 gateway: $(GATEWAY_STAMP) ## Run the gateway in the foreground (Ctrl-C stops it)
 	@exec .venv/gateway/bin/kvgate serve $(GATEWAY_ARGS)
 
-demo: envs ## Run the main path once: two vLLM engines, one shared cache, what was reused and why
+demo: envs kernels ## Run the main path once: two vLLM engines, one shared cache, what was reused and why
 	@$(VLLM_PYTHON) demo/main_path.py
 
-demo-server: envs ## The same through vLLM's OpenAI server and curl, with two cache salts
+demo-server: envs kernels ## The same through vLLM's OpenAI server and curl, with two cache salts
 	@$(VLLM_PYTHON) demo/openai_server.py
 
 test: envs kernels ## Run all tests but the slow ones, in both environments

@@ -39,8 +39,8 @@ def main() -> None:
         }
     llm = LLM(**options)
     prompt = llm.get_tokenizer().encode(job["text"])[: job["prompt_tokens"]]
-    # A short prompt first, far below one chunk: the first step of an engine is slow for reasons of its own.
-    _generate(llm, prompt[:20], 2, None, None)
+    # First another prompt of the same length: the first steps of an engine are slow for reasons of its own.
+    _generate(llm, prompt[::-1], 2, None, None)
     results = [_step(llm, prompt, step) for step in job["steps"]]
     Path(sys.argv[2]).write_text(json.dumps(results))
 
@@ -75,7 +75,11 @@ def _generate(llm: Any, prompt: list[int], max_tokens: int, adapter: Any, salt: 
     )
     first_s, output = 0.0, None
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        outputs = engine.step()
+        if not outputs:
+            # As vLLM's engine process does on an idle step; spinning would keep the interpreter from the connector's threads.
+            time.sleep(0.001)
+        for output in outputs:
             if not first_s and output.outputs[0].token_ids:
                 first_s = time.perf_counter() - started
     if output is None:
