@@ -263,7 +263,6 @@ MUTATIONS: list[Mutation] = [
         ("if len(payload) > MAX_FRAME_BYTES:", "if False:"),
         ("decode(payload, MAX_FRAME_BYTES)", "decode(payload, 1 << 30)"),
         ("value.keys() != _KEYS", "not value.keys() >= _KEYS"),
-        ("        if len(payload) > MAX_VALUES:", "        if False:"),
         ('type(value["id"]) is not int', 'not isinstance(value["id"], int)'),
         ('or type(value["type"]) is not str', ""),
         ("        if kind is None:", "        if False:"),
@@ -323,7 +322,8 @@ def check(mutation: Mutation) -> str:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             return "noticed"
-        return "NOT NOTICED" if done.returncode == 0 else "noticed"
+        # 1: a test failed; 2: a test module could not even be imported. Anything else says nothing about the change.
+        return {0: "NOT NOTICED", 1: "noticed", 2: "noticed"}.get(done.returncode, f"not tried: exit code {done.returncode}")
 
 
 def main() -> int:
