@@ -237,5 +237,7 @@ def test_an_even_plan_of_wrong_numbers_is_refused(wrong: dict[str, Any]) -> None
     """No division by zero, no huge plan, no gap and no overlap between stages: an error of the contract."""
     arguments: dict[str, Any] = {"layers": 4, "kv_heads": 2, "pipeline": ((0, 2), (2, 4)), "tensor_parallel": 2}
     assert even_plan(**arguments).pipeline_parallel == 2
-    with pytest.raises(ContractError):
+    with pytest.raises(ContractError) as caught:
         even_plan(**arguments | wrong)
+    if "tensor_parallel" in wrong:
+        assert caught.value.field == "tensor_parallel"

@@ -271,7 +271,6 @@ MUTATIONS: list[Mutation] = [
         "protocol/versions.py",
         ("min(ours.highest, theirs.highest)", "ours.highest"),
         ("min(ours.highest, theirs.highest)", "theirs.highest"),
-        ("theirs.lowest > theirs.highest or highest", "highest"),
         ("max(ours.lowest, theirs.lowest)", "ours.lowest"),
         ("peer speaks {theirs}", "peer speaks another"),
         ("versions.stop - 1", "versions.stop"),

@@ -13,6 +13,7 @@ from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import IdentityRecord, Record
 from kvgate.protocol import messages as m
+from kvgate.protocol.versions import WIRE_VERSIONS
 from tests.contract import independent
 from tests.protocol.strategies import MESSAGES, PARTS, messages
 
@@ -167,6 +168,11 @@ def test_the_refused_values_are_right_but_for_the_one_field() -> None:
     assert m.Bind.from_value(BIND).to_value() == BIND
     assert len(m.Bind.from_value(BIND | {"tokens": b"t" * 32 * m.MAX_CHUNKS}).tokens) == 32 * m.MAX_CHUNKS
     assert len(m.Load.from_value(LEASE | {"chunks": [m.MAX_CHUNKS] * m.MAX_BATCH}).chunks) == m.MAX_BATCH
+
+
+def test_limits_are_part_of_the_wire_version() -> None:
+    """Both sides count on them: another limit is another version."""
+    assert (m.MAX_CHUNKS, m.MAX_BATCH, max(WIRE_VERSIONS)) == (16_384, 1024, 1)
 
 
 def test_an_empty_credential_is_not_the_absence_of_one() -> None:
