@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
 from kvgate.daemon.app import Gateway
+from kvgate.protocol.catalog import BY_NAME
 from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
 from kvgate.protocol.messages import (
-    BY_NAME,
     FAILURES,
     Acquire,
     Commit,

@@ -29,23 +29,23 @@ def versions(what: str, lowest: int, highest: int) -> dict[str, Any]:
     return {f"{what}_lowest": lowest, f"{what}_highest": highest}
 
 
-@pytest.mark.parametrize(("lowest", "highest"), [(1, 1), (1, 2), (0, 9), (1, 2**64 - 1)])
+@pytest.mark.parametrize(("lowest", "highest"), [(1, 1), (1, 2), (0, 9), (2, 2), (1, 2**64 - 1)])
 async def test_highest_common_version_is_chosen(gateway: Gateway, lowest: int, highest: int) -> None:
     """A range that meets ours gets the highest common version, of wire and of schema."""
     wire = await Wire.connect(gateway.config.socket_path)
     for_all: dict[str, Any] = {
         "wire_lowest": lowest,
         "wire_highest": highest,
-        "schema_lowest": lowest,
+        "schema_lowest": min(lowest, 1),
         "schema_highest": highest,
     }
     welcome = await wire.call(hello(**for_all), Welcome)
-    assert (welcome.wire, welcome.schema) == (1, 1)
+    assert (welcome.wire, welcome.schema) == (min(highest, 2), 1)
     await wire.close()
 
 
 @pytest.mark.parametrize("what", ["wire", "schema"])
-@pytest.mark.parametrize(("lowest", "highest", "named"), [(2, 2, "2"), (9, 9, "9"), (2, 9, "2 to 9"), (0, 0, "0")])
+@pytest.mark.parametrize(("lowest", "highest", "named"), [(3, 3, "3"), (9, 9, "9"), (3, 9, "3 to 9"), (0, 0, "0")])
 async def test_refusal_names_both_version_ranges(gateway: Gateway, what: str, lowest: int, highest: int, named: str) -> None:
     """Without a common version the refusal names both ranges, and the connection ends: no crash, no half-open session."""
     wire = await Wire.connect(gateway.config.socket_path)
@@ -53,7 +53,7 @@ async def test_refusal_names_both_version_ranges(gateway: Gateway, what: str, lo
     assert isinstance(reply, Failure)
     assert reply.code == "version"
     assert what in reply.problem
-    assert "gateway speaks 1" in reply.problem
+    assert f"gateway speaks {'1 to 2' if what == 'wire' else '1'}," in reply.problem
     assert f"peer speaks {named};" in reply.problem
     await wire.hung_up()
 

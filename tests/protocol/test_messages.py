@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import IdentityRecord, Record
+from kvgate.protocol import catalog
 from kvgate.protocol import messages as m
 from kvgate.protocol.versions import WIRE_VERSIONS
 from tests.contract import independent
@@ -30,7 +31,7 @@ def declared() -> set[type[Record]]:
 def test_every_record_of_the_module_is_a_message_or_a_part_of_one() -> None:
     """None is left out of the properties below, and the names are those of the classes."""
     assert declared() == MESSAGES.keys() | PARTS.keys()
-    assert {kind.__name__: kind for kind in MESSAGES} == m.BY_NAME
+    assert set(MESSAGES) == {kind for kind, since in catalog.SINCE.items() if since == 1}
 
 
 def test_every_request_has_one_reply_and_no_reply_is_a_request() -> None:
@@ -172,7 +173,7 @@ def test_the_refused_values_are_right_but_for_the_one_field() -> None:
 
 def test_limits_are_part_of_the_wire_version() -> None:
     """Both sides count on them: another limit is another version."""
-    assert (m.MAX_CHUNKS, m.MAX_BATCH, max(WIRE_VERSIONS)) == (16_384, 1024, 1)
+    assert (m.MAX_CHUNKS, m.MAX_BATCH, max(WIRE_VERSIONS)) == (16_384, 1024, 2)
 
 
 def test_an_empty_credential_is_not_the_absence_of_one() -> None:

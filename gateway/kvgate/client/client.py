@@ -213,6 +213,7 @@ class GatewayClient:
             self._say(f"the gateway refused the connection: {error}")
             wire.close()
             return None
+        wire.version = welcome.wire
         self._wire, self._welcome = wire, welcome
         self._connections += 1
         if not await self._set_up(wire, welcome):

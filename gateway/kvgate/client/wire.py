@@ -11,8 +11,9 @@ from typing import Final
 from kvgate.client.errors import GatewayRefused, GatewayUnavailable
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import Record
+from kvgate.protocol.catalog import REPLIES, SINCE
 from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
-from kvgate.protocol.messages import REPLIES, Bound, Commit, Failure, FinishLoad, LoadPlan, Release, Reserved
+from kvgate.protocol.messages import Bound, Commit, Failure, FinishLoad, LoadPlan, Release, Reserved
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 """More bytes than this waiting for the socket: the gateway does not read, so new requests fail at once."""
@@ -31,7 +32,7 @@ class _Pending:
 
 
 class Wire(asyncio.Protocol):
-    """All methods run on the loop that owns the connection."""
+    """All methods run on the loop that owns the connection. ``version``: the wire version that was agreed on; 1 until then."""
 
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._on_lost = on_lost
@@ -39,6 +40,7 @@ class Wire(asyncio.Protocol):
         self._received = bytearray()
         self._pending: dict[int, _Pending] = {}
         self._next_id = 0
+        self.version = 1
         self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -80,6 +82,10 @@ class Wire(asyncio.Protocol):
             return
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             reply.set_exception(GatewayUnavailable("the gateway does not read its requests"))
+            return
+        if SINCE[type(message)] > self.version:
+            problem = f"the gateway speaks wire version {self.version}, which has no {type(message).__name__}; upgrade it"
+            reply.set_exception(GatewayUnavailable(problem))
             return
         self._next_id += 1
         number = self._next_id

@@ -18,8 +18,8 @@ from kvgate.daemon.errors import Refused
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.service import Answer, Service, Session
 from kvgate.daemon.state_dir import make_private
+from kvgate.protocol.catalog import BY_NAME
 from kvgate.protocol.framing import HEADER, Frame, frame_bytes, frame_length, parse_frame
-from kvgate.protocol.messages import BY_NAME
 from kvgate.storage.backend import StorageUnavailable
 
 log = structlog.get_logger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -26,6 +26,7 @@ from kvgate.daemon.registry import Rank, Registration, Registry
 from kvgate.daemon.writers import Writer
 from kvgate.daemon.writes import Writes
 from kvgate.protocol import messages
+from kvgate.protocol.catalog import SINCE
 from kvgate.protocol.versions import SCHEMA_VERSIONS, WIRE_VERSIONS, Range, VersionMismatch, negotiate
 from kvgate.storage.envelope import Components
 
@@ -44,6 +45,7 @@ class Session:
     rank: Rank = (0, 0)
     rectangle: int = 0
     writer: Writer | None = None
+    wire: int = 0
     closed: bool = False
 
     @property
@@ -71,7 +73,9 @@ class Service:
         writes: Writes,
         explainer: Explainer,
         metrics: Metrics,
+        extra_handlers: Mapping[type[Record], Handler] | None = None,
     ) -> None:
+        """``extra_handlers``: what other parts of the daemon answer, by message."""
         self._config = config
         self._policy = policy
         self._registry = registry
@@ -98,6 +102,7 @@ class Service:
             messages.FinishLoad: self._finish_load,
             messages.Reserve: self._reserve,
             messages.Commit: self._commit,
+            **(extra_handlers or {}),
         }
 
     def open_session(self, pid: int) -> Session:
@@ -112,6 +117,9 @@ class Service:
             raise Refused("denied", "the connection is closed")
         if not session.greeted:
             raise Refused("malformed", "the first message must be Hello", field="type", remedy="send Hello")
+        if SINCE[type(message)] > session.wire:
+            problem = f"is not a message of wire version {session.wire}"
+            raise Refused("malformed", problem, field="type", remedy="upgrade the older side")
         handler = self._handlers.get(type(message))
         if handler is None:
             raise Refused("malformed", "is a reply, not a request", field="type")
@@ -146,6 +154,7 @@ class Service:
             schema = negotiate("schema", Range.of(SCHEMA_VERSIONS), Range(hello.schema_lowest, hello.schema_highest))
         except VersionMismatch as error:
             raise Refused("version", str(error), field="wire or schema", remedy="upgrade the older side") from error
+        session.wire = wire
         session.domain = self._policy.domain_of(hello.credential)
         session.role = hello.role
         return messages.Welcome(

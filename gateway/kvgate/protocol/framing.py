@@ -11,7 +11,7 @@ from kvgate.contract.encoding import INT_MAX, MAX_VALUES, encode
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import Record
 from kvgate.contract.specs import MAP, UINT, head, text_bytes
-from kvgate.protocol.messages import BY_NAME
+from kvgate.protocol.catalog import BY_NAME
 
 HEADER: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 4 << 20

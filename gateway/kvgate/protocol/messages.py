@@ -1,4 +1,6 @@
-"""Every message of the control protocol, as typed records. ``docs/protocol.md`` tells their order and meaning.
+"""The messages of wire version 1, as typed records; ``catalog.py`` joins them with what came later.
+
+``docs/protocol.md`` tells their order and meaning.
 
 A frame carries ``{"id": …, "type": <class name>, "body": {…}}``. Each request has exactly one reply with its id: the reply class
 named in ``REPLIES``, or ``Failure``. Lists of digests travel as one byte string of 32-byte pieces: long prompts stay one item.
@@ -370,7 +372,3 @@ REPLIES: Final[dict[type[Record], type[Record]]] = {
     Commit: Committed,
 }
 """Request class → class of its reply (any may be answered with ``Failure``)."""
-
-BY_NAME: Final[dict[str, type[Record]]] = {kind.__name__: kind for pair in REPLIES.items() for kind in pair} | {
-    Failure.__name__: Failure
-}

@@ -7,8 +7,8 @@ from typing import Final
 
 from kvgate.contract.digests import SCHEMAS
 
-WIRE_VERSIONS: Final = range(1, 2)
-"""Wire versions this build speaks; N and N-1 are both served once there are two."""
+WIRE_VERSIONS: Final = range(1, 3)
+"""Wire versions this build speaks: N and N-1. ``catalog.SINCE`` says which messages came with which."""
 SCHEMA_VERSIONS: Final = SCHEMAS
 
 
