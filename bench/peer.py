@@ -123,9 +123,9 @@ class Client:
         self._wire.lookup(self.key(tokens, request, None, model), 1).result(timeout=CALL_S)
         return int(self._wire.wait_prefetch_status(request, 10.0).result(timeout=CALL_S) or 0)
 
-    def unlock(self, tokens: tuple[int, ...], request: str) -> None:
+    def unlock(self, tokens: tuple[int, ...], request: str, model: str = "") -> None:
         """Free the locks that a lookup took."""
-        self._wire.free_lookup_locks(self.key(tokens, request, None), 1).result(timeout=CALL_S)
+        self._wire.free_lookup_locks(self.key(tokens, request, None, model), 1).result(timeout=CALL_S)
 
     def end(self, request: str) -> None:
         """End the request's session."""
@@ -200,6 +200,14 @@ class Paged:
         key = self._owner.key(tokens, request, 0, self.model)
         done = self._context.submit_store(request, key, self._pages, [table], None, self._blocks_in_chunk)
         if not done.result(timeout=CALL_S):
+            raise PoolFull
+
+    def require(self, tokens: tuple[int, ...], request: str, chunks: int) -> None:
+        """Raises ``PoolFull`` unless all ``chunks`` are there: a store into a full pool is reported as done too."""
+        found = self._owner.lookup(tokens, request, self.model)
+        self._owner.unlock(tokens, request, self.model)
+        self._owner.end(request)
+        if found != chunks:
             raise PoolFull
 
     def load(self, tokens: tuple[int, ...], request: str, table: list[int]) -> None:

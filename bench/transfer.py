@@ -274,6 +274,7 @@ def peer_pages(env: Env, pair: Both, *, store: bool) -> Timed:
                 stored = time.perf_counter()
                 owner.end(request)
                 if store:
+                    theirs.require(tokens, f"{request}-check", CHUNKS)
                     return stored - begin
                 begin = time.perf_counter()
                 theirs.load(tokens, f"{request}-load", target)
