@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,10 @@ def storage_of(backend: str) -> str:
 
 
 @contextmanager
-def daemon(folder: Path, backend: str, pool_bytes: int, *, max_known_chunks: int = 1_000_000) -> Iterator[Daemon]:
-    """``kvgate serve`` with its state in ``folder`` and no L2, as the peer is run too; stopped at the end."""
+def daemon(
+    folder: Path, backend: str, pool_bytes: int, *, max_known_chunks: int = 1_000_000, more: Mapping[str, str] | None = None
+) -> Iterator[Daemon]:
+    """``kvgate serve`` with its state in ``folder`` and no L2, as the peer is run too; stopped at the end. ``more``: other flags."""
     storage = storage_of(backend)
     home = folder / f"gateway-{secrets.token_hex(4)}"
     home.mkdir()
@@ -99,6 +101,7 @@ def daemon(folder: Path, backend: str, pool_bytes: int, *, max_known_chunks: int
         "--max-known-chunks": str(max_known_chunks),
         "--l2": "[]",
         "--log-level": "warning",
+        **(more or {}),
     }
     log = home / "log"
     command = [sys.executable, "-c", "import sys; from kvgate.cli import main; sys.exit(main())", "serve"]
@@ -197,8 +200,10 @@ class EngineSessions:
 
 
 @contextmanager
-def engine(running: Daemon, geometry: Geometry, *, workers: int = 1, block_tokens: int = 16) -> Iterator[EngineSessions]:
-    """Register ``workers`` tensor-parallel ranks and open the engine as its scheduler."""
+def engine(
+    running: Daemon, geometry: Geometry, *, workers: int = 1, block_tokens: int = 16, credential: bytes | None = None
+) -> Iterator[EngineSessions]:
+    """Register ``workers`` tensor-parallel ranks and open the engine as its scheduler, in the domain of ``credential``."""
     plan = even_plan(
         layers=geometry.layers, kv_heads=geometry.kv_heads, pipeline=((0, geometry.layers),), tensor_parallel=workers
     )
@@ -224,9 +229,10 @@ def engine(running: Daemon, geometry: Geometry, *, workers: int = 1, block_token
             ) -> None:
                 replies.append(cast(Registered, await call(report, CALL_S)))
 
-            clients.append(stack.enter_context(connected(GatewayClient(running.endpoint, "worker", on_connect=register))))
+            client = GatewayClient(running.endpoint, "worker", credential, on_connect=register)
+            clients.append(stack.enter_context(connected(client)))
             handle = replies[-1].handle
-        scheduler = stack.enter_context(connected(GatewayClient(running.endpoint, "scheduler")))
+        scheduler = stack.enter_context(connected(GatewayClient(running.endpoint, "scheduler", credential)))
         opened = ask(scheduler, OpenEngine(handle=handle), Opened)
         yield EngineSessions(clients, scheduler, opened, handle, plan)
 
