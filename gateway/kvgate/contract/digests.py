@@ -51,6 +51,13 @@ class Kind(Enum):
     LEASE_KEY = "lease key"
     EXPLAIN = "explain chain"
     REFERENCE = "request reference"
+    MANIFEST = "transform manifest"
+    SOURCE_PREFIX = "source prefix"
+    RETAINED = "retained positions"
+    POSITION_MAP = "position map"
+    QUERY = "query"
+    CAPABILITY_KEY = "capability key"
+    SHARED_DOMAIN_KEY = "shared domain key"
 
 
 @cache
