@@ -1,0 +1,179 @@
+"""No oracle: what somebody else has stored changes no byte of any reply. (Times are measured by ``bench/oracle.py``, not here.)
+
+Two things in the replies are random by nature, and nothing else may differ: the lease's 32 bytes, new at every bind, and the request's
+public reference, 16 digits that anybody can compute from the lease. Where a writer is given room, so are the reservation's number and
+the room's place in the pool: they tell how much is stored, by whomever, and not what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgate.contract.record import Record
+from kvgate.daemon.explain import reference
+from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
+from kvgate.protocol.messages import (
+    Acquire,
+    Bound,
+    Commit,
+    Explain,
+    Extend,
+    Load,
+    OpenEngine,
+    Release,
+    Reserve,
+    Reserved,
+)
+from tests.daemon import makers
+from tests.daemon.backends import FaultyBackend
+from tests.daemon.conftest import Start
+from tests.daemon.engine import DEADLINE_MS, Engine
+from tests.daemon.wire import Wire, hello
+
+OTHER, PROBER = b"the other tenant's", b"the prober's"
+PROMPT = ("a", "b", "c")
+SALTS = (makers.name("salt one"), makers.name("salt two"))
+
+
+def credentials(folder: Path) -> str:
+    """Two tenants in two domains."""
+    file = folder / "credentials.json"
+    file.write_text(json.dumps({hashlib.sha256(one).hexdigest(): name for one, name in ((OTHER, "one"), (PROBER, "two"))}))
+    return str(file)
+
+
+class Transcript:
+    """One connection's replies as they came, the random parts made zero."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._lease = b""
+        self.replies: list[tuple[str, bytes]] = []
+
+    @classmethod
+    async def open(cls, path: Path, first: Record, second: Record) -> Transcript:
+        """Connect, greet and introduce; those replies (the gateway's and the engine's own) are the same for all."""
+        made = cls(await Wire.connect(path, listen=False))
+        await made.ask(first)
+        await made.ask(second)
+        return made
+
+    async def ask(self, message: Record) -> Record:
+        """Send, and note the reply's bytes."""
+        await self._wire.raw(frame_bytes(len(self.replies) + 1, message))
+        head = await self._wire.reader.readexactly(HEADER.size)
+        payload = await self._wire.reader.readexactly(frame_length(head))
+        reply = parse_frame(payload).message()
+        self.replies.append((type(reply).__name__, head + self._masked(reply, payload)))
+        return reply
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._wire.close()
+
+    @staticmethod
+    def _masked(reply: Record, payload: bytes) -> bytes:
+        random: list[bytes] = []
+        if isinstance(reply, Bound):
+            assert reply.reference == reference(reply.lease), "the reference says nothing that the lease does not"
+            random = [reply.lease, reply.reference.encode()]
+        elif isinstance(reply, Reserved):
+            kept = [(slot.chunk, slot.status, slot.length) for slot in reply.slots]
+            return repr((kept, reply.pool, reply.pool_bytes)).encode()
+        for part in random:
+            assert payload.count(part) == 1
+            payload = payload.replace(part, bytes(len(part)))
+        return payload
+
+
+async def probe(engine: Engine, salt: bytes | None) -> list[tuple[str, bytes]]:
+    """Everything a tenant can ask about a prompt, in all orders that make a difference: the replies."""
+    worker = await Transcript.open(engine.path, hello("worker", engine.credential), engine.report_of(0))
+    scheduler = await Transcript.open(engine.path, hello("scheduler", engine.credential), OpenEngine(handle=engine.handle))
+    first = await bind(scheduler, engine, salt, *PROMPT)
+    await scheduler.ask(Explain(lease=first))
+    await scheduler.ask(Acquire(lease=first, first=0, last=3, deadline_ms=DEADLINE_MS))
+    await scheduler.ask(Explain(lease=first))
+    await scheduler.ask(Acquire(lease=first, first=1, last=2, deadline_ms=DEADLINE_MS))
+    await scheduler.ask(Acquire(lease=first, first=0, last=9, deadline_ms=DEADLINE_MS))
+    await worker.ask(Load(lease=first, chunks=(0,)))
+    await scheduler.ask(Release(lease=first))
+    await scheduler.ask(Explain(lease=first))
+    await scheduler.ask(Acquire(lease=first, first=0, last=3, deadline_ms=DEADLINE_MS))
+    short = await bind(scheduler, engine, salt, PROMPT[0])
+    await scheduler.ask(Extend(lease=short, first=1, tokens=makers.tokens(*PROMPT[1:])))
+    await scheduler.ask(Acquire(lease=short, first=0, last=3, deadline_ms=DEADLINE_MS))
+    reserved = await worker.ask(Reserve(lease=short, chunks=(0, 1, 2)))
+    assert isinstance(reserved, Reserved)
+    await worker.ask(Commit(written=(), aborted=tuple(slot.reservation for slot in reserved.slots if slot.reservation)))
+    await scheduler.ask(Release(lease=short))
+    await worker.close()
+    await scheduler.close()
+    return scheduler.replies + worker.replies
+
+
+async def bind(scheduler: Transcript, engine: Engine, salt: bytes | None, *texts: str) -> bytes:
+    """The lease of a bind."""
+    bound = await scheduler.ask(engine.bind_message(*texts, salt=salt))
+    assert isinstance(bound, Bound)
+    return bound.lease
+
+
+def backend_of(kind: str) -> FaultyBackend | None:
+    """The memory backend believing that an L2 lies behind it, so that misses are probed for; None: as configured."""
+    return FaultyBackend() if kind == "probed" else None
+
+
+@pytest.mark.parametrize("kind", ["memory", "probed", pytest.param("lmcache", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("apart", ["domain", "salt"])
+async def test_what_another_tenant_stores_changes_no_byte(start: Start, folder: Path, kind: str, apart: str) -> None:
+    """All replies about a prompt are the same bytes before and after somebody else stores it, by domain and by salt."""
+    more = {"backend": "lmcache", "pool_bytes": 16 << 20} if kind == "lmcache" else {}
+    gateway = await start(backend_of(kind), credentials_file=credentials(folder), **more)
+    path = gateway.config.socket_path
+    theirs, mine = (OTHER, PROBER) if apart == "domain" else (PROBER, PROBER)
+    salts: Sequence[bytes | None] = (None, None) if apart == "domain" else SALTS
+    other = await Engine.start(path, credential=theirs)
+    prober = await Engine.start(path, credential=mine, engine=makers.engine_id("the prober's"))
+    absent = await probe(prober, salts[1])
+    await other.store(*PROMPT, salt=salts[0])
+    assert await other.hit(*PROMPT, salt=salts[0]) == 3
+    foreign = await probe(prober, salts[1])
+    assert foreign == absent
+    # The check can fail: the prober's own object does change the replies.
+    prober = await Engine.start(path, credential=mine, engine=makers.engine_id("the prober's"))
+    await prober.store(*PROMPT, salt=salts[1])
+    assert await probe(prober, salts[1]) != absent
+
+
+async def test_two_tenants_have_no_address_in_common(start: Start, folder: Path) -> None:
+    """The same chunks have other addresses in another domain or under another salt: what is asked of storage is not there."""
+    gateway = await start(credentials_file=credentials(folder))
+    engines = [
+        await Engine.start(gateway.config.socket_path, credential=one, engine=makers.engine_id(repr(one)))
+        for one in (OTHER, PROBER)
+    ]
+    found = [(await engine.bind(*PROMPT, salt=salt)).addresses for engine in engines for salt in (None, *SALTS)]
+    chunks = [addresses[at : at + 32] for addresses in found for at in range(0, len(addresses), 32)]
+    assert len(chunks) == len(set(chunks)) == len(PROMPT) * 2 * 3
+
+
+async def test_a_foreign_handle_is_as_good_as_a_made_up_one(start: Start, folder: Path) -> None:
+    """Presenting another tenant's handle and presenting no one's gives the same bytes."""
+    gateway = await start(credentials_file=credentials(folder))
+    path = gateway.config.socket_path
+    other = await Engine.start(path, credential=OTHER)
+    replies = []
+    for handle in (other.handle, makers.name("nobody's handle")):
+        asked = await Transcript.open(path, hello("scheduler", PROBER), OpenEngine(handle=handle))
+        message: Any = other.bind_message(*PROMPT, handle=handle)
+        await asked.ask(message)
+        replies.append(asked.replies)
+        await asked.close()
+    assert replies[0] == replies[1]
