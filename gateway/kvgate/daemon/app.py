@@ -26,6 +26,7 @@ from kvgate.daemon.secret import load_or_create
 from kvgate.daemon.server import ControlServer
 from kvgate.daemon.service import Service
 from kvgate.daemon.state_dir import StateDir
+from kvgate.daemon.verify import Verify
 from kvgate.daemon.writes import Writes
 from kvgate.storage.backend import PoolInfo, StorageBackend, StorageUnavailable
 from kvgate.storage.select import make_backend
@@ -86,6 +87,11 @@ class Gateway:
                 self._writes,
                 self._explainer,
                 self._metrics,
+                extra_handlers={
+                    **Verify(
+                        keys.secret, backend, self._leases, self._presence, self._explainer, storage_s=config.storage_s
+                    ).handlers(),
+                },
             )
             self._watch_gauges()
             self._explainer.start()

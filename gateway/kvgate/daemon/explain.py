@@ -17,7 +17,7 @@ from typing import Any, Final
 from kvgate.config import Config
 from kvgate.contract.digests import Kind, digest
 from kvgate.daemon.errors import Refused
-from kvgate.daemon.explain_thread import MAX_QUEUE, Ask, ExplainThread, Note
+from kvgate.daemon.explain_thread import MAX_QUEUE, Ask, Drop, ExplainThread, Note
 from kvgate.daemon.leases import LEASE_NAME_BYTES, Lease
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.reasons import UNEXPLAINED, Make, Question, Verdict
@@ -84,6 +84,10 @@ class Explainer:
             links.setdefault(Make.of(components), []).append(link)
         for make, found in links.items():
             self._thread.take(Note(tuple(found), make))
+
+    def forgotten(self, links: Iterable[bytes]) -> None:
+        """Nothing is known of what was stored under ``links`` any more."""
+        self._thread.take(Drop(tuple(links)))
 
     def refused(self, chunk: bytes, why: str) -> None:
         """An object of ``chunk`` was quarantined."""

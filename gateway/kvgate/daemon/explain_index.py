@@ -87,6 +87,12 @@ class ExplainIndex:
         if self._count > self._max_entries:
             self._trim()
 
+    def remove(self, links: Sequence[bytes]) -> None:
+        """Forget everything under ``links``."""
+        before = self._base.total_changes
+        self._base.executemany("DELETE FROM entries WHERE link = ?", [(link[:LINK_BYTES],) for link in links])
+        self._count -= self._base.total_changes - before
+
     def commit(self) -> None:
         """Make everything added so far survive the process."""
         self._base.commit()

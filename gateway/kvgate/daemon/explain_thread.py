@@ -32,12 +32,22 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """Whatever was stored under ``links`` is gone, and meant to be."""
+
+    links: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """A miss to explain. ``told`` gets what the requester may know, ``seen`` what the operator may; both on this thread."""
 
     question: Question
     told: Callable[[Verdict], None]
     seen: Callable[[Verdict], None]
+
+
+Item = Note | Drop | Ask
 
 
 class ExplainThread:
@@ -47,7 +57,7 @@ class ExplainThread:
         self._path = path
         self._max_entries = max_entries
         self._lost = lost
-        self._queue: queue.Queue[Note | Ask] = queue.Queue(max_queue)
+        self._queue: queue.Queue[Item] = queue.Queue(max_queue)
         self._stopping = threading.Event()
         self._entries = 0
         self._thread = threading.Thread(target=self._run, name="kvgate-explain", daemon=True)
@@ -61,7 +71,7 @@ class ExplainThread:
         """Begin; the file is opened on the thread."""
         self._thread.start()
 
-    def take(self, item: Note | Ask) -> bool:
+    def take(self, item: Item) -> bool:
         """Queue an item; False, and counted, where the queue is full or the thread ends."""
         if not self._stopping.is_set():
             try:
@@ -70,7 +80,7 @@ class ExplainThread:
                 pass  # counted below, as after the end
             else:
                 return True
-        self._lost("note" if isinstance(item, Note) else "question", 1)
+        self._lost("question" if isinstance(item, Ask) else "note", 1)
         return False
 
     def close(self, wait_s: float) -> None:
@@ -106,7 +116,7 @@ class ExplainThread:
         )
         return ExplainIndex(None, self._max_entries)
 
-    def _work(self, index: ExplainIndex, batch: list[Note | Ask]) -> ExplainIndex:
+    def _work(self, index: ExplainIndex, batch: list[Item]) -> ExplainIndex:
         """Work a batch off; returns the index to go on with. Each question is answered, whatever happens."""
         done = 0
         try:
@@ -123,7 +133,7 @@ class ExplainThread:
             word = type(error).__name__
             return self._after_failure(lambda: index.start_afresh(word), index, batch, done)
 
-    def _after_failure(self, mend: Callable[[], None], index: ExplainIndex, batch: list[Note | Ask], done: int) -> ExplainIndex:
+    def _after_failure(self, mend: Callable[[], None], index: ExplainIndex, batch: list[Item], done: int) -> ExplainIndex:
         self._lost("note", sum(isinstance(item, Note) for item in batch))
         for item in batch[done:]:
             if isinstance(item, Ask):
@@ -136,15 +146,18 @@ class ExplainThread:
         return index
 
     @staticmethod
-    def _one(index: ExplainIndex, item: Note | Ask) -> None:
+    def _one(index: ExplainIndex, item: Item) -> None:
         if isinstance(item, Note):
             index.add(item.links, item.make)
+            return
+        if isinstance(item, Drop):
+            index.remove(item.links)
             return
         # The requester's answer goes out before anything is looked at that it must not depend on.
         item.told(judge(index, item.question, item.question.make.access))
         item.seen(judge(index, item.question, None))
 
-    def _batch(self) -> list[Note | Ask]:
+    def _batch(self) -> list[Item]:
         try:
             batch = [self._queue.get(timeout=0.0 if self._stopping.is_set() else IDLE_S)]
         except queue.Empty:
