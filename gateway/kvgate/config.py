@@ -95,6 +95,12 @@ class Config:
     probe_s: float = _setting("longest existence probe of L2 for one request", default=0.5)
     storage_s: float = _setting("deadline of one storage call", default=5.0)
     adapter_wait_s: float = _setting("how long a load or store waits for all ranks to confirm an adapter", default=2.0)
+    transfer: str = _setting(
+        "who moves bytes between engines and the pool: any (as each engine is set), worker, or gateway (workers never see the pool)",
+        default="any",
+    )
+    transfer_s: float = _setting("deadline of one move by a transfer process; one that takes longer is killed", default=30.0)
+    attach_s: float = _setting("deadline of attaching an engine's pages, the start of a transfer process included", default=120.0)
     drain_s: float = _setting("how long a stop waits for L2 writes under way", default=10.0)
     log_level: str = _setting("debug, info, warning or error", default="info")
     log_format: str = _setting("json or console", default="console")
@@ -138,6 +144,8 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "probe_s": (0.001, 3600),
     "storage_s": (0.001, 3600),
     "adapter_wait_s": (0.001, 3600),
+    "transfer_s": (0.001, 3600),
+    "attach_s": (0.001, 3600),
     "drain_s": (0, 3600),
 }
 _PATHS: Final = ("state_dir", "data_dir", "secret_file", "credentials_file")
@@ -147,6 +155,7 @@ _CLASS_NAME: Final = r"[a-z0-9][a-z0-9._-]{0,63}"  # as the contract's NumericsC
 _CHOICES: Final = {
     "backend": ("auto", "lmcache", "memory", "attach"),
     "codec": ("raw", "k16v8"),
+    "transfer": ("any", "worker", "gateway"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("json", "console"),
 }

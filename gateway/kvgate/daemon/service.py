@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -74,8 +74,10 @@ class Service:
         explainer: Explainer,
         metrics: Metrics,
         extra_handlers: Mapping[type[Record], Handler] | None = None,
+        on_close: Callable[[Session], Awaitable[None]] | None = None,
     ) -> None:
-        """``extra_handlers``: what other parts of the daemon answer, by message."""
+        """``extra_handlers``: what other parts of the daemon answer, by message. ``on_close``: awaited when a connection is lost and
+        none of its requests runs any more."""
         self._config = config
         self._policy = policy
         self._registry = registry
@@ -85,6 +87,7 @@ class Service:
         self._writes = writes
         self._explainer = explainer
         self._metrics = metrics
+        self._on_close = on_close
         self._boot = secrets.token_bytes(messages.TOKEN_BYTES)
         self._session_ids = count(1)
         self._handlers: dict[type[Record], Handler] = {
@@ -137,6 +140,8 @@ class Service:
         Its reservations wait for the process to commit, abort or end.
         """
         await self._reads.drop_session(session.id)
+        if self._on_close is not None:
+            await self._on_close(session)
         if session.writer is not None:
             self._writes.writers.leave(session.writer)
             session.writer = None
@@ -205,7 +210,7 @@ class Service:
         return messages.AdapterRegistered(adapter=adapter, confirmed=registration.adapter_confirmed(adapter))
 
     def _confirm_adapter(self, session: Session, message: messages.ConfirmAdapter) -> Record:
-        self._worker(session).confirm_adapter(session.rank, message.adapter)
+        worker_registration(session).confirm_adapter(session.rank, message.adapter)
         return messages.Done()
 
     def _revoke(self, session: Session, message: messages.Revoke) -> Record:
@@ -275,7 +280,8 @@ class Service:
         return await self._explainer.answer(session.id, message.lease, lease, missing)
 
     async def _load(self, session: Session, message: messages.Load) -> Record:
-        lease = await self._worker_lease(session, message.lease)
+        self._require_shared_pool(session)
+        lease = await worker_lease(session, self._leases, message.lease, self._config.adapter_wait_s)
         plan = await self._reads.load(session.id, lease, session.rectangle, message.chunks)
         self._log_touched("worker.load", session, lease, [slot.chunk for slot in plan.slots])
         return plan
@@ -284,7 +290,8 @@ class Service:
         return messages.LoadVerdict(valid=await self._reads.finish_load(session.id, message.ticket, message.mismatched))
 
     async def _reserve(self, session: Session, message: messages.Reserve) -> Record:
-        lease = await self._worker_lease(session, message.lease)
+        self._require_shared_pool(session)
+        lease = await worker_lease(session, self._leases, message.lease, self._config.adapter_wait_s)
         reserved = await self._writes.reserve(self._writer(session), lease, session.rectangle, message.chunks)
         given = [slot.chunk for slot in reserved.slots if slot.status == "slot"]
         skipped = [slot.status for slot in reserved.slots if slot.status != "slot"]
@@ -309,14 +316,13 @@ class Service:
         """The registration behind a handle; a handle of another domain is as good as unknown."""
         return self._registry.by_handle(handle, self._domain(session).id)
 
-    def _worker(self, session: Session) -> Registration:
-        """The registration of which this connection is a rank now."""
-        registration = session.registration
-        if registration is None:
-            raise Refused("denied", "this connection has registered no worker", remedy="send RegisterWorker first")
-        if not registration.revoked and registration.live.get(session.rank) != session.id:
-            raise Refused("denied", "another connection has taken this rank", remedy="one process a rank; register again")
-        return registration
+    def _require_shared_pool(self, session: Session) -> None:
+        if session.role == "worker" and self._config.transfer == "gateway":
+            raise Refused(
+                "denied",
+                "workers of this gateway don't see its pool",
+                remedy='leave the copies to the gateway: "transfer": "gateway" in kv_connector_extra_config',
+            )
 
     def _writer(self, session: Session) -> Writer:
         if session.writer is None or session.registration is None:
@@ -329,12 +335,23 @@ class Service:
             raise Refused("denied", "the lease belongs to another connection", field="lease")
         return lease
 
-    async def _worker_lease(self, session: Session, token: bytes) -> Lease:
-        """A lease that this worker may load from and store to now: of its own registration, sealed, adapter confirmed."""
-        registration, lease = self._worker(session), self._leases.get(token)
-        if lease.registration is not registration:
-            raise Refused("denied", "the lease belongs to another engine", field="lease")
-        registration.require_sealed()
-        if lease.adapter is not None:
-            await registration.wait_adapter(lease.adapter, self._config.adapter_wait_s)
-        return lease
+
+def worker_registration(session: Session) -> Registration:
+    """The registration of which this connection is a rank now; raises ``Refused``."""
+    registration = session.registration
+    if registration is None:
+        raise Refused("denied", "this connection has registered no worker", remedy="send RegisterWorker first")
+    if not registration.revoked and registration.live.get(session.rank) != session.id:
+        raise Refused("denied", "another connection has taken this rank", remedy="one process a rank; register again")
+    return registration
+
+
+async def worker_lease(session: Session, leases: LeaseTable, token: bytes, adapter_wait_s: float) -> Lease:
+    """A lease that this worker may load from and store to now: of its own registration, sealed, adapter confirmed."""
+    registration, lease = worker_registration(session), leases.get(token)
+    if lease.registration is not registration:
+        raise Refused("denied", "the lease belongs to another engine", field="lease")
+    registration.require_sealed()
+    if lease.adapter is not None:
+        await registration.wait_adapter(lease.adapter, adapter_wait_s)
+    return lease
