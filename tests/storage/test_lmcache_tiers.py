@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvgate.storage.backend import ObjectRef
+from kvgate.storage.backend import ObjectRef, StorageUnavailable
 from kvgate.storage.lmcache import LMCacheBackend, LMCacheConfig
 from tests.storage.conftest import needs_lmcache
-from tests.storage.harness import POOL_BYTES, Harness, content, new_ref
+from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), needs_lmcache]
 
@@ -245,7 +245,7 @@ async def test_without_l2_everything_lives_in_the_pool(tmp_path: Path) -> None:
 
 
 async def test_two_folders_each_get_every_object(tmp_path: Path) -> None:
-    """With two adapters an object lost in one is served by the other, and delete empties both."""
+    """With two adapters an object lost in one is served by the other, one can be left alone in either, and delete empties both."""
     folders = [tmp_path / "a", tmp_path / "b"]
     adapters = tuple({"type": "fs", "base_path": str(folder)} for folder in folders)
     backend = LMCacheBackend(LMCacheConfig(state_dir=tmp_path / "state", pool_bytes=POOL_BYTES, l2_adapters=adapters))
@@ -260,5 +260,26 @@ async def test_two_folders_each_get_every_object(tmp_path: Path) -> None:
         assert await store.read(ref) == content(ref)
         await store.delete(ref)
         assert not [path for folder in folders for path in folder.glob(f"*{ref.address.hex()}*")]
+        assert await backend.tiers(SOON_S) == ["l1", "l2.0 fs", "l2.1 fs"]
+        alone = new_ref()
+        await store.put(alone)
+        assert await backend.leave_only([alone], "l2.1 fs", SOON_S) == [True]
+        assert [len(list(folder.glob(f"*{alone.address.hex()}*"))) for folder in folders] == [0, 1]
+        assert await store.read(alone) == content(alone)
+        assert await backend.leave_only([alone], "l2.0 fs", SOON_S) == [False]
     finally:
         await backend.stop(0)
+
+
+async def test_an_object_can_be_left_in_l2_alone(tiers: Harness) -> None:
+    """Of the objects asked for, those the tier has are dropped from L1 and come back from it; a held one stays; others are absent."""
+    assert isinstance(tiers.backend, LMCacheBackend)
+    assert await tiers.backend.tiers(SOON_S) == ["l1", "l2.0 fs"]
+    ref, held, away, other = new_ref(), new_ref(), new_ref(), new_ref()
+    await tiers.put(ref, held, other)
+    await tiers.hold(held)
+    assert await tiers.backend.leave_only([ref, held, away], "l2.0 fs", SOON_S) == [True, None, False]
+    assert (await tiers.hold(ref)).tier == "l2"
+    assert (await tiers.hold(other)).tier == "l1"
+    with pytest.raises(StorageUnavailable):
+        await tiers.backend.leave_only([ref], "l2.1 fs", SOON_S)

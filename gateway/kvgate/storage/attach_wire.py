@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import cbor2
 
-ATTACH_WIRE: Final = 1
+ATTACH_WIRE: Final = 2
 # {wire, start_id, pid, started} -> {session, pool_name, pool_bytes, align_bytes, pid, started} or {problem}
 OPEN: Final = "kvgate.open"
 # {session, frames, wait_ms} -> {frames, ended} or {problem}

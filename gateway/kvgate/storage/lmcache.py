@@ -31,6 +31,7 @@ from .lmcache_wire import (
 from .pool import ALIGN_BYTES
 from .refs import check_refs
 from .run_folder import RunFolder, RunFolderError
+from .tiers import L1
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -269,6 +270,28 @@ class LMCacheBackend:
         check_refs(refs)
         if refs:
             await self._connection().call(Op.DELETE, encode_refs(refs), deadline_s)
+
+    async def tiers(self, deadline_s: float) -> list[str]:
+        """See ``Tiered``."""
+        connection = self._connection()
+        names = await connection.call(Op.TIERS, None, deadline_s)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            connection.close()
+            raise StorageUnavailable("the storage process gave a malformed answer")
+        return [L1, *names]
+
+    async def leave_only(self, refs: Sequence[ObjectRef], tier: str, deadline_s: float) -> list[bool | None]:
+        """See ``Tiered``."""
+        check_refs(refs)
+        if not refs:
+            return []
+        connection = self._connection()
+        try:
+            body = await connection.call(Op.LEAVE_ONLY, [encode_refs(refs), tier], deadline_s)
+        except DeadlinePassed:
+            return [None] * len(refs)
+        answers = self._read(connection, lambda: unpack_bytes(body, len(refs)))
+        return [_PROBES[ProbeCode(answer)] for answer in answers]
 
     async def status(self, deadline_s: float) -> Mapping[str, int | str]:
         """Counters of the process and of its supervision; only the latter while none serves."""

@@ -20,7 +20,7 @@ import cbor2
 from .backend import ObjectRef
 from .refs import ADDRESS_BYTES, DOMAIN_BYTES, check_refs
 
-WIRE = 1
+WIRE = 2
 MAX_FRAME_BYTES = 8 << 20
 
 _LENGTH = struct.Struct("<I")
@@ -46,6 +46,8 @@ class Op(IntEnum):
     DELETE = 7  # refs -> nothing
     STATUS = 8  # nothing -> map of counters
     STOP = 9  # time for pending L2 writes in ms -> nothing
+    TIERS = 10  # nothing -> names of the L2 adapters that are there
+    LEAVE_ONLY = 11  # [refs, tier] -> one byte each: ProbeCode, PRESENT means there and nowhere else
 
 
 class Code(IntEnum):

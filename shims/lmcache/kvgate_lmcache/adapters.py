@@ -106,6 +106,11 @@ class L2Adapters:
         return [place.live for place in self._places if place.live is not None]
 
     @property
+    def named(self) -> dict[str, L2Adapter]:
+        """Those that are there now, as "l2.<place> <type>", places counted from 0 in the configured order."""
+        return {f"l2.{at} {place.kind}": place.live for at, place in enumerate(self._places) if place.live is not None}
+
+    @property
     def away(self) -> int:
         """How many are not."""
         return sum(place.live is None for place in self._places)

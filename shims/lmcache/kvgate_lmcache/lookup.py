@@ -75,7 +75,11 @@ class L2Lookup:
 
     def exists(self, refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
         """Per ref: some adapter has it, no adapter has it, or None if not every adapter could say so in time."""
-        live = self._adapters.live
+        found = self.exists_in(self._adapters.live, refs, deadline)
+        return [has or None for has in found] if self._adapters.away else found
+
+    def exists_in(self, live: Sequence[L2Adapter], refs: Sequence[ObjectRef], deadline: Deadline) -> Answers:
+        """The same of these adapters alone."""
         found = self._in_folders(live, refs, deadline)
         asked = [place for place, has in enumerate(found) if has is not True]
         servers = [at for at in live if at.folder is None]
@@ -83,8 +87,6 @@ class L2Lookup:
             elsewhere = self._in_servers(servers, [refs[place] for place in asked], deadline)
             for place, has in zip(asked, elsewhere, strict=True):
                 found[place] = has if has or found[place] is not None else None
-        if self._adapters.away:
-            found = [has or None for has in found]
         return found
 
     def absent_in_folders(self, refs: Sequence[ObjectRef], deadline: Deadline) -> set[int]:

@@ -27,6 +27,7 @@ from .fetch import Fetcher
 from .internals import Internals
 from .keys import layout, object_key
 from .lookup import L2Lookup
+from .tiers import Tiers
 from .watch import L2Watch
 
 _NOTHING: Grant = (0, 0, TierCode.ABSENT)
@@ -76,6 +77,7 @@ class StorageOps:
         self._lookup = L2Lookup(self._adapters, self.watch.damaged)
         self._fetcher = Fetcher(manager, self._l1, self._lock, pool_bytes)
         self.deletions = Deletions(self._l1, self._adapters, self._lookup, self.watch, self._fetcher, self._lock)
+        self.tiers = Tiers(self._l1, self._adapters, self._lookup, self.watch, self._fetcher)
         self.watch.on_change = self.deletions.kick
         self._adapters.open()
 

@@ -121,6 +121,10 @@ class Server:
                 self._probe(request_id, deadline, body)
             case Op.DELETE:
                 self._delete(request_id, deadline, decode_refs(body))
+            case Op.TIERS:
+                self._reply(request_id, self._ops.tiers.names())
+            case Op.LEAVE_ONLY:
+                self._leave_only(request_id, deadline, body)
             case Op.STATUS:
                 self._reply(request_id, self._ops.status())
             case Op.STOP:
@@ -165,6 +169,20 @@ class Server:
             self._reply(request_id, trouble or None, Code.UNAVAILABLE if trouble else Code.OK)
 
         if not self._later(self._delete_threads, _MAX_WAITING_DELETES, request_id, Op.DELETE, delete):
+            self._reply(request_id, "too many removals are waiting for L2", Code.UNAVAILABLE)
+
+    def _leave_only(self, request_id: int, deadline: Deadline, body: Any) -> None:
+        refs, name = decode_refs(body[0]), str(body[1])
+
+        def leave() -> None:
+            try:
+                answers = self._ops.tiers.leave_only(refs, name, deadline)
+            except KeyError:
+                self._reply(request_id, "there is no such L2 adapter now", Code.UNAVAILABLE)
+            else:
+                self._reply(request_id, answers)
+
+        if not self._later(self._delete_threads, _MAX_WAITING_DELETES, request_id, Op.LEAVE_ONLY, leave):
             self._reply(request_id, "too many removals are waiting for L2", Code.UNAVAILABLE)
 
     def _stop(self, request_id: int, drain: Deadline) -> None:
