@@ -14,6 +14,7 @@ from kvgate.contract.record import Record
 from kvgate.protocol.catalog import REPLIES, SINCE
 from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
 from kvgate.protocol.messages import Bound, Commit, Failure, FinishLoad, LoadPlan, Release, Reserved
+from kvgate.protocol.variant_messages import VariantBound, VariantOpened
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 """More bytes than this waiting for the socket: the gateway does not read, so new requests fail at once."""
@@ -141,7 +142,7 @@ class Wire(asyncio.Protocol):
 def undoing(reply: Record) -> Record | None:
     """The request that gives back what ``reply`` hands out: a lease, a load or slots. None where that is nothing."""
     match reply:
-        case Bound():
+        case Bound() | VariantBound() | VariantOpened():
             return Release(lease=reply.lease)
         case LoadPlan():
             return FinishLoad(ticket=reply.ticket, mismatched=())
