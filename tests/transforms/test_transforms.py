@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -151,7 +152,7 @@ def test_retained_count_is_whole_chunks(tokens: int, ratio: Fraction, chunk: int
 def test_refusals_name_what_is_wrong() -> None:
     """Input that a transform cannot treat must be refused, never bent into shape."""
     good, rotary = source(64), Rotary.of_config(CONFIG)
-    for refused, match in [
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: SnapKV(Fraction(0)), "ratio"),
         (lambda: SnapKV(Fraction(3, 2)), "ratio"),
         (lambda: SnapKV(HALF, kernel=4), "kernel"),
@@ -170,7 +171,8 @@ def test_refusals_name_what_is_wrong() -> None:
         (lambda: Rotary.of_config(CONFIG | {"rope_scaling": {"rope_type": "longrope"}}), "longrope"),
         (lambda: Rotary.of_config(CONFIG | {"rope_scaling": {"type": "default", "mrope_section": [1]}}), "multimodal"),
         (lambda: Rotary.of_config({"head_dim": DIM}), "rope_theta"),
-    ]:  # fmt: skip
+    ]
+    for refused, match in cases:
         with pytest.raises(TransformError, match=match):
             refused()
 

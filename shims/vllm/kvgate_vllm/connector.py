@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
-from kvgate_vllm.metadata import Handshake, StepMetadata
+from kvgate_vllm.capture import QueryCapture
+from kvgate_vllm.metadata import CaptureOp, Handshake, StepMetadata
 from kvgate_vllm.plugin import attach_scheduler, attach_worker
 from kvgate_vllm.scheduler_side import SchedulerSide
 from kvgate_vllm.session import Session
@@ -34,6 +36,7 @@ class KVGateConnector(KVConnectorBase_V1):
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config or {})
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._capture: QueryCapture | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_side(vllm_config)
         else:
@@ -41,6 +44,8 @@ class KVGateConnector(KVConnectorBase_V1):
             from kvgate_vllm.worker_side import WorkerSide
 
             self._worker = WorkerSide(vllm_config, kv_cache_config, attach_worker(vllm_config), self._settings)
+            if self._settings.capture_queries:
+                self._capture = QueryCapture(Path(self._settings.capture_queries), vllm_config, self._captures)
 
     def _scheduler_side(self, vllm_config: Any) -> SchedulerSide:
         settings, transfer = self._settings, self._kv_transfer_config
@@ -85,6 +90,9 @@ class KVGateConnector(KVConnectorBase_V1):
         meta = self._get_connector_metadata()
         assert isinstance(meta, StepMetadata)
         return meta
+
+    def _captures(self) -> list[CaptureOp]:
+        return self._step().captures if self.has_connector_metadata() else []
 
     def _evict(self, block_ids: set[int]) -> None:
         if self._kv_cache_manager is not None and block_ids:
@@ -137,6 +145,10 @@ class KVGateConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """See ``WorkerSide.register_kv_caches``."""
         self._working.register_kv_caches(kv_caches)
+        if self._capture is not None:
+            from vllm.model_executor.models.utils import extract_layer_index
+
+            self._capture.install(sorted(kv_caches, key=extract_layer_index))
 
     def get_handshake_metadata(self) -> Handshake:
         """See ``WorkerSide.handshake``."""
@@ -158,6 +170,8 @@ class KVGateConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """See ``WorkerSide.save``."""
+        if self._capture is not None:
+            self._capture.finish_step()
         self._working.save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

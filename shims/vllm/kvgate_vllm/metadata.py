@@ -67,6 +67,18 @@ class StoreOp(ChunkOp):
     """Store chunks of confirmed tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureOp:
+    """Capture queries of one window: ``window`` tokens from position ``first`` on. ``slots``: the KV slots that this step writes of
+    them, the first being the window's token ``place``. ``reference`` names the capture."""
+
+    reference: str
+    first: int
+    window: int
+    place: int
+    slots: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
     """One step's operations. ``preempted``: their pages are about to be overwritten. ``draining``: finished requests whose blocks
@@ -76,6 +88,7 @@ class StepMetadata(KVConnectorMetadata):
     stores: list[StoreOp] = field(default_factory=list)
     preempted: tuple[str, ...] = ()
     draining: tuple[str, ...] = ()
+    captures: list[CaptureOp] = field(default_factory=list)
 
 
 @dataclass(slots=True)

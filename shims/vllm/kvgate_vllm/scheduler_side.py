@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Final
 
+from kvgate_vllm.capture import wish_of
 from kvgate_vllm.chunks import chunk_blocks
 from kvgate_vllm.lookups import MISS, Lookups
 from kvgate_vllm.metadata import AdapterRef, LoadOp, LoadResult, StepMetadata, WorkerReport
@@ -87,6 +88,7 @@ class SchedulerSide:
             adapter=AdapterRef(adapter.int_id, adapter.digest) if adapter else None,
             salt=request.cache_salt,
             inputs=self._state.inputs_of(request),
+            capture=wish_of(request, bool(self._settings.capture_queries)),
         )
         self._tracks[track.request_id] = track
         self._lookups.arrive(track)
@@ -131,6 +133,8 @@ class SchedulerSide:
             if track := self._tracks.get(request_id):
                 track.reset_for_preemption()
         fresh = self._note_blocks(output)
+        if self._settings.capture_queries:
+            self._plan_captures(output, meta)
         for track in self._tracks.values():
             if track.pending_load is not None:
                 self._start_load(track, track.pending_load, meta)
@@ -158,6 +162,18 @@ class SchedulerSide:
                 blocks = list(added[0]) if added else []
                 track.blocks = blocks if resumed else track.blocks + blocks
         return fresh
+
+    def _plan_captures(self, output: Any, meta: StepMetadata) -> None:
+        cached = output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            track = self._tracks.get(request_id)
+            if track is None or track.capture is None:
+                continue
+            start, prompt = starts[request_id], track.request.num_prompt_tokens
+            if op := track.capture.op(prompt, start, start + tokens, track.blocks, self._block_tokens):
+                meta.captures.append(op)
 
     def _start_load(self, track: Track, load: LoadOp, meta: StepMetadata) -> None:
         track.pending_load, track.open_load = None, load

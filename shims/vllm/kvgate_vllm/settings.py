@@ -29,7 +29,8 @@ class ConnectorSettings:
     transfer. register_ms: how long the start of the engine waits for the gateway. grace_ms: how long one step may wait for a lookup
     that is nearly done instead of asking again in the next step. save_queue_ops: background stores waiting at a time; more are
     skipped. drain_ms: how long a stop waits for them. report: tell the client of a request how many tokens were restored
-    (``kv_transfer_params``).
+    (``kv_transfer_params``). capture_queries: private folder for the queries that requests ask to capture (``kvgate_vllm.capture``);
+    none: nothing is captured.
     """
 
     endpoint: str = ""
@@ -46,6 +47,7 @@ class ConnectorSettings:
     save_queue_ops: int = 64
     drain_ms: float = 5000.0
     report: bool = True
+    capture_queries: str = ""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:

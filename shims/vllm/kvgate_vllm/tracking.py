@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvgate_vllm.binding import Binding
+from kvgate_vllm.capture import CaptureWish
 from kvgate_vllm.chunks import confirmed_tokens
 from kvgate_vllm.extras import Inputs, chunk_digests
 from kvgate_vllm.metadata import AdapterRef, LoadOp, StoreOp
@@ -42,6 +43,7 @@ class Track:
     load_failed: bool = False
     outcome: str = "short"
 
+    capture: CaptureWish | None = None
     blocks: list[int] = field(default_factory=list)
     stored: int = 0
     open_stores: dict[int, StoreOp] = field(default_factory=dict)
@@ -101,6 +103,8 @@ class Track:
     def report(self) -> dict[str, Any]:
         """What the client of the request is told; ``reference`` and ``miss`` only where something was missing."""
         told: dict[str, Any] = {"restored_tokens": self.restored_tokens, "outcome": self.outcome}
+        if self.capture is not None:
+            told["capture"] = self.capture.reference
         if self.outcome == "short":
             told["miss"] = ["below one chunk"]
         elif self.binding is not None and self.binding.explaining:
