@@ -155,7 +155,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> EngineDescription
         cache_dtype=cache_dtype,
         kv_scales=kv_scales,
         multimodal=preprocessing_digest(vllm_config.model_config),
-        numerics=_numerics(vllm_config, model, geometry),
+        numerics=_numerics(vllm_config, model, geometry, layers),
         engine=engine_build(),
         geometry=geometry,
         reason=engine_reason(vllm_config) or reason or rope_reason or scale_reason,
@@ -267,7 +267,7 @@ def _kv_quantization(vllm_config: Any, layers: dict[str, Any]) -> tuple[str, byt
     return dtype, bytes.fromhex(settings_digest(sorted(set(scales)) if len(set(scales)) == 1 else scales)), None
 
 
-def _numerics(vllm_config: Any, model: Any, geometry: Geometry) -> NumericsSettings:
+def _numerics(vllm_config: Any, model: Any, geometry: Geometry, layers: dict[str, Any]) -> NumericsSettings:
     parallel, lora = vllm_config.parallel_config, vllm_config.lora_config
     return NumericsSettings(
         attention_backend="+".join(sorted({page.backend for page in geometry.pages})) or "none",
@@ -277,7 +277,7 @@ def _numerics(vllm_config: Any, model: Any, geometry: Geometry) -> NumericsSetti
         lora_max_rank=None if lora is None else int(lora.max_lora_rank),
         tensor_parallel=int(parallel.tensor_parallel_size),
         pipeline_parallel=int(parallel.pipeline_parallel_size),
-        other=sorted_settings(_other_numerics(vllm_config, model)),
+        other=sorted_settings(_other_numerics(vllm_config, model) | _attention_numerics(vllm_config, layers)),
     )
 
 
@@ -296,7 +296,6 @@ def _other_numerics(vllm_config: Any, model: Any) -> dict[str, str]:
         "libraries": library_versions(model),
         "environment": settings_digest(numeric_environment()),
         "model.class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "attention": settings_digest(getattr(vllm_config, "attention_config", None)),
         "kernels": settings_digest(_without_warmup(getattr(vllm_config, "kernel_config", None))),
         "cascade_attention": exact_text(not getattr(vllm_config.model_config, "disable_cascade_attn", True)),
     }
@@ -311,6 +310,22 @@ def _other_numerics(vllm_config: Any, model: Any) -> dict[str, str]:
     if lora is not None:
         names = ("lora_dtype", "fully_sharded_loras", "enable_mixed_moe_lora_format", "specialize_active_lora")
         values["lora"] = exact_text({name: getattr(lora, name, None) for name in names})
+    return values
+
+
+def _attention_numerics(vllm_config: Any, layers: dict[str, Any]) -> dict[str, str]:
+    """What attention runs with, as the engine resolved it: who asked for it, or whether anyone did, is no difference."""
+    config = getattr(vllm_config, "attention_config", None)
+    settings = {name: value for name, value in vars(config).items() if name != "backend"} if config is not None else {}
+    versions = {getattr(getattr(layer, "impl", None), "vllm_flash_attn_version", None) for layer in layers.values()}
+    values = {
+        "attention": settings_digest(settings),
+        "attention.code": exact_text(sorted({type(getattr(layer, "impl", None)).__qualname__ for layer in layers.values()})),
+    }
+    if versions != {None}:
+        values["attention.flash"] = exact_text(versions)
+    if vllm_config.device_config.device_type != "cpu":  # the CPU has a runner of its own
+        values["runner"] = "v2" if getattr(vllm_config, "use_v2_model_runner", False) else "v1"
     return values
 
 
@@ -354,7 +369,9 @@ NUMERIC_VARIABLES: Final = frozenset(
 _NOT_NUMERIC: Final = (
     "PLUGINS", "ALLOW_", "TIMEOUT", "_PORT", "_HOST", "_PATH", "_DIR", "LOG", "VLLM_DP_", "RAY_", "NIXL", "MOONCAKE", "CPU_OMP",
     "CPU_NUM_OF", "CPU_CI", "MAX_", "USAGE", "INSECURE", "RUST_", "SERVER", "SIDE_CHANNEL", "P2P_", "DEBUG", "TRACE", "IMAGE_TAG",
-    "BUILD", "MULTIPROC", "KVCACHE_SPACE", "CACHE_MB", "MSGPACK", "REGEX", "XGRAMMAR", "REQUEST_ID",
+    "BUILD", "MULTIPROC", "KVCACHE_SPACE", "CACHE_MB", "MSGPACK", "REGEX", "XGRAMMAR", "REQUEST_ID", "API_KEY", "CONFIG_ROOT",
+    "KV_CACHE_LAYOUT",  # picks the kernel that packs
+    "USE_V2_MODEL_RUNNER",  # described as the engine resolved it
 )  # fmt: skip
 
 

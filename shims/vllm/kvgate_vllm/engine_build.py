@@ -15,7 +15,11 @@ from blake3 import blake3
 CONTEXT: Final = "kvgate 2026-11 v1 engine build"
 CPU_FLAGS: Final = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_tile")
 """CPU features by which oneDNN and vLLM's kernels choose code paths with other rounding."""
-LIBRARIES: Final = ("triton", "flashinfer-python", "flash-attn", "vllm-flash-attn", "sgl-kernel", "deep-gemm", "torchao")
+LIBRARIES: Final = (
+    *("triton", "flashinfer-python", "flash-attn", "vllm-flash-attn", "sgl-kernel", "deep-gemm", "torchao"),
+    # What torch computes with on NVIDIA GPUs: packages of their own, which can be updated without it.
+    *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+)
 """Libraries with kernels of their own, where they are installed."""
 
 

@@ -9,6 +9,8 @@ KNOWN_SPECS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Cache specs whose pages hold nothing but K and V (or the one latent vector of MLA) of a token."""
 UNSCALED: Final = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Quantisation modes that keep no scales in the pages."""
+STRIDE_ORDERS: Final = {(0, 1, 2, 3): "LBHNC", (0, 2, 1, 3): "LBNHC"}
+"""Memory order of a page tensor [B, H, N, C] as vLLM's attention backends gave it before 0.32 → the layout's name since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +82,20 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, layers: dict[str, Any]
     stages = _stages(vllm_config)
     groups, rectangles, reasons = [], [], []
     replication = 1
-    layout = _layout(vllm_config, kv_cache_config)
+    named = _layout(vllm_config, kv_cache_config)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         shape, rectangle, copies, reason = _group(vllm_config, index, group, place, stages[place.pp_rank])
         groups.append(shape)
         rectangles.append(rectangle)
         reasons.append(reason or _group_reason(group, layers, rectangle))
         replication = copies
-    pages = tuple(_page(name, layers[name], layout) for group in groups for name in group.layer_names if name in layers)
+    layouts = {layer.attn_backend: named or _declared_layout(vllm_config, layer.attn_backend) for layer in layers.values()}
+    pages = tuple(
+        _page(name, layers[name], layouts[layers[name].attn_backend])
+        for group in groups
+        for name in group.layer_names
+        if name in layers
+    )
     if any(page.isa == "none" and page.backend.startswith("CPU") for page in pages):
         # Pages of one shape lie in different orders there, and only the ISA tells which.
         reasons.insert(0, "the page order of the CPU attention backend is not known")
@@ -98,15 +106,26 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, layers: dict[str, Any]
 
 
 def _layout(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """vLLM's own name of the page layout, as the engine resolved it."""
+    """vLLM's own name of the page layout, as the engine resolved it. Before 0.32 it is not in the configuration."""
     named = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(vllm_config.cache_config, "kv_cache_layout", None)
-    if named is None:
-        # Before 0.32 the layout is not in the configuration.
-        from vllm.v1.attention.backends import utils
-
-        resolve = getattr(utils, "get_kv_cache_layout", None)
-        named = None if resolve is None else resolve()
     return None if named is None else str(named)
+
+
+def _declared_layout(vllm_config: Any, backend: Any) -> str | None:
+    """The layout that an attention backend before 0.32 declares for its pages, by the name it has since; None: it declares none.
+
+    What it declares is asked for, never what a tensor looks like.
+    """
+    from vllm.config import set_current_vllm_config
+
+    blocks, tokens, heads, head_dim = 3, 32, 5, 64
+    with set_current_vllm_config(vllm_config):  # the declaration depends on it
+        try:
+            shape = tuple(backend.get_kv_cache_shape(blocks, tokens, heads, head_dim))
+            order = tuple(backend.get_kv_cache_stride_order())
+        except (AttributeError, NotImplementedError):
+            return None
+    return STRIDE_ORDERS.get(order) if shape == (blocks, heads, tokens, 2 * head_dim) else None
 
 
 def _place(vllm_config: Any) -> Place:

@@ -46,6 +46,15 @@ ENGINE_DTYPES: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp
 """vLLM's ``cache_dtype`` where its tensors say only "uint8" → torch's name of the real kind."""
 ISA_LAYOUTS: Final = {"vec": PageLayout.CPU_VEC, "vec16": PageLayout.CPU_VEC, "amx": PageLayout.CPU_AMX}
 """vLLM's ISA of a CPU attention layer → page layout. "vec16" differs from "vec" in how it computes, not in where elements lie."""
+GPU_BACKENDS: Final = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
+"""Attention backends on GPUs in whose pages, [B, H, N, C], C is K then V of one token and head. Of others that is not known."""
+GPU_LAYOUTS: Final = {
+    "LBNHC": PageLayout.GPU_NHD_PACKED,
+    "BLNHC": PageLayout.GPU_NHD_PACKED,
+    "LBHNC": PageLayout.GPU_HND_PACKED,
+    "BLHNC": PageLayout.GPU_HND_PACKED,
+}
+"""vLLM's name of a layout → page layout of one layer. With B outermost the layers' blocks interleave; a block's order is the same."""
 STORED_CODECS: Final = {codec.value: codec for codec in (Codec.RAW, Codec.K16V8)}
 """The codecs that the contract has. The kernels know one more, for comparison."""
 AMX_MULTIPLE: Final = 32
@@ -129,13 +138,13 @@ def page_layout(geometry: Geometry) -> PageLayout:
     """The kernels' name of the page layout, from what the engine says of each layer, never from a shape."""
     if geometry.groups[0].head_dim_v != geometry.groups[0].head_dim_k:
         raise Uncacheable("K and V have different sizes; no kernel moves such pages")
-    said = {(page.isa, page.layout) for page in geometry.pages}
+    said = {(page.backend, page.isa, page.layout) for page in geometry.pages}
     if len(said) != 1:
         raise Uncacheable("the layers have different page layouts")
-    (isa, layout) = said.pop()
-    known = ISA_LAYOUTS.get(isa)
+    ((backend, isa, layout),) = said
+    known = GPU_LAYOUTS.get(str(layout)) if isa == "none" and backend in GPU_BACKENDS else ISA_LAYOUTS.get(isa)
     if known is None:
-        raise Uncacheable(f"page layout {layout} with ISA {isa} has no kernel")
+        raise Uncacheable(f"page layout {layout} of attention backend {backend} with ISA {isa} has no kernel")
     group = geometry.groups[0]
     if known is PageLayout.CPU_AMX and (group.head_dim_k % AMX_MULTIPLE or group.block_tokens % AMX_MULTIPLE):
         raise Uncacheable(f"the AMX page order has no tiles for heads of {group.head_dim_k} and blocks of {group.block_tokens}")
