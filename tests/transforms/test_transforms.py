@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvgate.transforms.base import Source, Transform, TransformError, Window, compact, logical_ids, retained_tokens
+from kvgate.contract.model import Parameter, Rope
+from kvgate.transforms.base import PrefixKv, Transform, TransformError, Window, compact, logical_ids, retained_tokens
 from kvgate.transforms.recency import Recency
 from kvgate.transforms.rotary import Rotary
 from kvgate.transforms.snapkv import SnapKV
@@ -30,16 +31,21 @@ def turned(rows: torch.Tensor, positions: list[int]) -> torch.Tensor:
     return torch.cat([result.real, result.imag], dim=-1)
 
 
-def source(tokens: int, seed: int = 0) -> Source:
+def source(tokens: int, seed: int = 0) -> PrefixKv:
     """Random KV; keys as a model would have cached them."""
     torch.manual_seed(seed)
-    return Source(torch.randn(LAYERS, 2, KV_HEADS, tokens, DIM), tuple(range(100, 100 + tokens)), CHUNK)
+    return PrefixKv(torch.randn(LAYERS, 2, KV_HEADS, tokens, DIM), tuple(range(100, 100 + tokens)), CHUNK)
 
 
 def window(positions: range, seed: int = 1) -> Window:
     """Random queries."""
     torch.manual_seed(seed)
-    return Window(torch.randn(LAYERS, HEADS, len(positions), DIM), tuple(positions), tuple(7 for _ in positions))
+    return Window(torch.randn(LAYERS, HEADS, len(positions), DIM), tuple(positions), prompt(positions.stop))
+
+
+def prompt(tokens: int) -> tuple[int, ...]:
+    """Ids of a prompt that begins as every source here does."""
+    return tuple(range(100, 100 + tokens))
 
 
 def test_snapkv_keeps_what_the_window_attends_to() -> None:
@@ -53,8 +59,8 @@ def test_snapkv_keeps_what_the_window_attends_to() -> None:
             direction[2 * layer + head] = 30.0
             given_source.kv[layer, 0, head, 10 + 7 * (2 * layer + head)] = direction
             queries[layer, 2 * head : 2 * head + 2] = direction
-    recent = Window(queries, (64, 65, 66, 67), (1, 2, 3, 4))
-    positions = SnapKV(Fraction(1, 4), kernel=3).choose(given_source, 16, recent)
+    recent = Window(queries, (64, 65, 66, 67), prompt(68))
+    positions = SnapKV(Fraction(1, 4), window=4, kernel=3).choose(given_source, 16, recent)
     assert positions.shape == (LAYERS, KV_HEADS, 16)
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
@@ -66,7 +72,7 @@ def test_snapkv_keeps_what_the_window_attends_to() -> None:
 def test_snapkv_equals_a_plain_restatement(pooling: str) -> None:
     """The choice must be that of the definition, written with loops."""
     given_source, recent = source(48), window(range(40, 52))
-    chosen = SnapKV(HALF, kernel=3, pooling=pooling).choose(given_source, 32, recent)
+    chosen = SnapKV(HALF, window=12, kernel=3, pooling=pooling).choose(given_source, 32, recent)
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
             scores = torch.zeros(48, dtype=torch.float64)
@@ -92,9 +98,9 @@ def test_kept_keys_stand_at_their_new_positions(ratio: Fraction, seed: int, snap
     torch.manual_seed(seed)
     plain = torch.randn(LAYERS, KV_HEADS, tokens, DIM)
     kv = torch.stack([turned(plain, list(range(tokens))).float(), torch.randn(LAYERS, KV_HEADS, tokens, DIM)], dim=1)
-    transform: Transform = SnapKV(ratio) if snap else Recency(ratio)
+    transform: Transform = SnapKV(ratio, window=4) if snap else Recency(ratio)
     result = compact(
-        transform, Source(kv, tuple(range(tokens)), CHUNK), Rotary.of_config(CONFIG), window(range(tokens, tokens + 4))
+        transform, PrefixKv(kv, tuple(range(tokens)), CHUNK), Rotary.of_config(CONFIG), window(range(tokens, tokens + 4))
     )
     assert result.tokens == ratio * tokens == len(result.token_ids)
     every = result.positions.expand(LAYERS, KV_HEADS, result.tokens)
@@ -108,8 +114,8 @@ def test_kept_keys_stand_at_their_new_positions(ratio: Fraction, seed: int, snap
 
 def test_keeping_all_changes_nothing() -> None:
     """At ratio 1 the result must be the source, bit for bit, also in bfloat16."""
-    given_source = Source(source(48).kv.bfloat16(), tuple(range(48)), CHUNK)
-    for transform in (SnapKV(Fraction(1)), Recency(Fraction(1))):
+    given_source = PrefixKv(source(48).kv.bfloat16(), tuple(range(48)), CHUNK)
+    for transform in (SnapKV(Fraction(1), window=2), Recency(Fraction(1))):
         result = compact(transform, given_source, Rotary.of_config(CONFIG), window(range(48, 50)))
         assert torch.equal(result.kv.view(torch.int16), given_source.kv.view(torch.int16))
         assert result.token_ids == given_source.token_ids
@@ -128,15 +134,44 @@ def test_logical_ids_follow_the_majority() -> None:
     assert logical_ids([10, 11, 12, 13, 14, 15], positions) == (10, 12, 15)
 
 
+def test_the_query_is_everything_the_choice_depends_on_beyond_the_source() -> None:
+    """What lies between source and window is query too, and so is what of the window lies in the source."""
+    ids = prompt(80)
+    assert window(range(76, 80)).query_ids(ids[:64]) == ids[64:80]
+    assert window(range(60, 80)).query_ids(ids[:64]) == ids[60:80]
+    assert window(range(60, 64)).query_ids(ids[:64]) == ids[60:64]
+
+
+def test_rotary_is_the_same_from_configuration_and_contract() -> None:
+    """The model contract's record must give the turns that the model's configuration gives, scaling included."""
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    for kind, some in (("default", {}), ("linear", {"factor": 2.0}), ("llama3", scaling), ("yarn", scaling)):
+        wanted = Rotary.of_config(CONFIG | {"rope_scaling": {"rope_type": kind} | some})
+        described = rope(kind, {f"config.{name}": repr(value) for name, value in some.items()})
+        assert torch.equal(Rotary.of_rope(described).frequencies, wanted.frequencies)
+
+
+def rope(kind: str, parameters: dict[str, str]) -> Rope:
+    """A model contract's record of RoPE."""
+    return Rope(
+        kind=kind,
+        theta="10000.0",
+        rotary_dim=DIM,
+        style="neox",
+        max_positions=256,
+        parameters=tuple(Parameter(name=name, value=value) for name, value in sorted(parameters.items())),
+    )
+
+
 def test_scores_do_not_depend_on_threads_or_chance() -> None:
     """The same input must give the same choice again, and equal scores the earlier tokens."""
     recent = window(range(64, 72))
-    first = SnapKV(HALF).choose(source(64), 32, recent)
+    first = SnapKV(HALF, window=8).choose(source(64), 32, recent)
     random.seed(5)
-    assert torch.equal(first, SnapKV(HALF).choose(source(64), 32, recent))
-    flat = Source(torch.zeros(1, 2, 1, 32, DIM), tuple(range(32)), CHUNK)
-    zero = Window(torch.zeros(1, 1, 2, DIM), (32, 33), (1, 2))
-    assert SnapKV(HALF, kernel=1).choose(flat, 16, zero).tolist() == [[list(range(16))]]
+    assert torch.equal(first, SnapKV(HALF, window=8).choose(source(64), 32, recent))
+    flat = PrefixKv(torch.zeros(1, 2, 1, 32, DIM), tuple(range(32)), CHUNK)
+    zero = Window(torch.zeros(1, 1, 2, DIM), (32, 33), prompt(34))
+    assert SnapKV(HALF, window=2, kernel=1).choose(flat, 16, zero).tolist() == [[list(range(16))]]
 
 
 @pytest.mark.parametrize(
@@ -160,17 +195,24 @@ def test_refusals_name_what_is_wrong() -> None:
         (lambda: Recency(HALF, anchors=-1), "anchors"),
         (lambda: compact(Recency(Fraction(1, 4), anchors=17), good, rotary), "anchors"),
         (lambda: compact(SnapKV(HALF), good, rotary), "window"),
-        (lambda: compact(SnapKV(HALF), good, rotary, window(range(30, 40))), "window"),
-        (lambda: compact(SnapKV(Fraction(1, 4)), good, rotary, window(range(40, 64))), "window"),
+        (lambda: compact(SnapKV(HALF, window=10), good, rotary, window(range(30, 40))), "window"),
+        (lambda: compact(SnapKV(Fraction(1, 4), window=24), good, rotary, window(range(40, 64))), "window"),
+        (lambda: compact(SnapKV(HALF, window=11), good, rotary, window(range(54, 64))), "window"),
+        (lambda: SnapKV(HALF, window=0), "window"),
+        (lambda: window(range(64, 70)).query_ids(range(64)), "begin with the source"),
         (lambda: retained_tokens(10, HALF, 16), "chunk"),
-        (lambda: Source(torch.zeros(2, 2, 2, 4), (1, 2), 16), "kv must be"),
-        (lambda: Source(torch.zeros(2, 2, 2, 4, 8), (1, 2), 16), "tokens"),
-        (lambda: Source(torch.zeros(2, 2, 2, 2, 8, dtype=torch.int16), (1, 2), 16), "int16"),
-        (lambda: Window(torch.zeros(2, 2, 2, 8), (5, 5), (1, 2)), "ascend"),
-        (lambda: Window(torch.zeros(2, 2, 2, 8), (5, 6), (1,)), "queries"),
+        (lambda: PrefixKv(torch.zeros(2, 2, 2, 4), (1, 2), 16), "kv must be"),
+        (lambda: PrefixKv(torch.zeros(2, 2, 2, 4, 8), (1, 2), 16), "tokens"),
+        (lambda: PrefixKv(torch.zeros(2, 2, 2, 2, 8, dtype=torch.int16), (1, 2), 16), "int16"),
+        (lambda: Window(torch.zeros(2, 2, 2, 8), (5, 5), prompt(7)), "last tokens"),
+        (lambda: Window(torch.zeros(2, 2, 2, 8), (5, 6), prompt(8)), "last tokens"),
+        (lambda: Window(torch.zeros(2, 2, 2, 8), (6,), prompt(7)), "queries"),
         (lambda: Rotary.of_config(CONFIG | {"rope_scaling": {"rope_type": "longrope"}}), "longrope"),
         (lambda: Rotary.of_config(CONFIG | {"rope_scaling": {"type": "default", "mrope_section": [1]}}), "multimodal"),
         (lambda: Rotary.of_config({"head_dim": DIM}), "rope_theta"),
+        (lambda: Rotary.of_rope(rope("none", {})), "without rotary"),
+        (lambda: Rotary.of_rope(rope("default", {"layers": "a", "layers.1": "b"})), "several kinds"),
+        (lambda: Rotary.of_rope(rope("dynamic", {"config.factor": "2.0"})), "dynamic"),
     ]
     for refused, match in cases:
         with pytest.raises(TransformError, match=match):
@@ -182,7 +224,7 @@ class _Bad(Recency):
 
     answer: torch.Tensor
 
-    def choose(self, source: Source, retained_tokens: int, window: Window | None) -> torch.Tensor:
+    def choose(self, source: PrefixKv, retained_tokens: int, window: Window | None) -> torch.Tensor:
         """The prepared answer."""
         return self.answer
 

@@ -83,7 +83,7 @@ def test_captured_queries_are_those_of_the_last_tokens(engine: Engine, folder: P
         windows = [read_window(folder, report["capture"], prompt) for report, prompt in zip(reports, prompts, strict=True)]
         for prompt, window in zip(prompts, windows, strict=True):
             assert window.positions == tuple(range(len(prompt) - WINDOW, len(prompt)))
-            assert window.token_ids == tuple(prompt[-WINDOW:])
+            assert window.prompt == tuple(prompt)
         assert [[close(window, reference) for reference in references] for window in windows] == [
             [True, False, False],
             [False, True, False],

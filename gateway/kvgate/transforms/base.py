@@ -25,7 +25,7 @@ class TransformError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class PrefixKv:
     """The KV of a bound prefix.
 
     kv: ``[layer, K or V, KV head, token, dim]``, bfloat16, float16 or float32, keys as cached: already turned to their positions,
@@ -69,21 +69,34 @@ class Source:
 class Window:
     """Queries of the most recent tokens, as the attention saw them (after RoPE).
 
-    queries: float ``[layer, query head, token, dim]``. positions: where those tokens stand in the prompt, ascending. token_ids: theirs.
+    queries: float ``[layer, query head, token, dim]``. positions: where those tokens stand in the prompt: the last ones of it.
+    prompt: the ids of the whole prompt that they were computed for.
     """
 
     queries: torch.Tensor
     positions: tuple[int, ...]
-    token_ids: tuple[int, ...] = field(repr=False)
+    prompt: tuple[int, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
-        count = len(self.positions)
-        if self.queries.dim() != 4 or self.queries.shape[2] != count or len(self.token_ids) != count:
-            raise TransformError("queries must be [layer, query head, token, dim] with one position and one id a token")
+        count, end = len(self.positions), len(self.prompt)
+        if self.queries.dim() != 4 or self.queries.shape[2] != count:
+            raise TransformError("queries must be [layer, query head, token, dim] with one position a token")
         if not 1 <= count <= MAX_WINDOW_TOKENS:
             raise TransformError(f"a window holds 1 to {MAX_WINDOW_TOKENS} tokens, got {count}")
-        if list(self.positions) != sorted(set(self.positions)) or self.positions[0] < 0:
-            raise TransformError("window positions must ascend from 0 or later")
+        if self.positions != tuple(range(end - count, end)):
+            raise TransformError("a window must be of the last tokens of its prompt")
+
+    def last(self, count: int) -> Window:
+        """Its last ``count`` tokens."""
+        if not 1 <= count <= len(self.positions):
+            raise TransformError(f"the window holds {len(self.positions)} tokens, {count} are needed")
+        return Window(self.queries[:, :, -count:], self.positions[-count:], self.prompt)
+
+    def query_ids(self, source: Sequence[int]) -> tuple[int, ...]:
+        """Ids of the query, for the manifest: what follows ``source`` in the prompt, and what of the window lies in ``source``."""
+        if self.prompt[: len(source)] != tuple(source[: len(self.prompt)]):
+            raise TransformError("the window is of a prompt that does not begin with the source")
+        return self.prompt[min(len(source), self.positions[0]) :]
 
 
 class Transform(Protocol):
@@ -112,7 +125,7 @@ class Transform(Protocol):
     def parameters(self) -> tuple[tuple[str, str], ...]:
         """Every setting as exact text, sorted by name."""
 
-    def choose(self, source: Source, retained_tokens: int, window: Window | None) -> torch.Tensor:
+    def choose(self, source: PrefixKv, retained_tokens: int, window: Window | None) -> torch.Tensor:
         """Original positions to keep, int64, ascending along the last axis: ``[1, 1, retained]`` for all layers and heads alike,
         ``[layers, 1, retained]``, or ``[layers, KV heads, retained]``. Raises ``TransformError``."""
 
@@ -121,7 +134,7 @@ class Transform(Protocol):
 class Compacted:
     """The outcome, ready to be published.
 
-    kv: as in ``Source``, with the kept tokens only, keys turned to positions 0, 1, 2… token_ids: the logical ids. positions: the kept
+    kv: as in ``PrefixKv``, with the kept tokens only, keys turned to positions 0, 1, 2… token_ids: the logical ids. positions: the kept
     original positions, int64, as ``Transform.choose`` answered: entry i of a row is what lies at new position i.
     """
 
@@ -145,7 +158,7 @@ def retained_tokens(tokens: int, ratio: Fraction, chunk_tokens: int) -> int:
     return chunk_tokens * min(max(1, chunks), tokens // chunk_tokens)
 
 
-def compact(transform: Transform, source: Source, rotary: Rotary, window: Window | None = None) -> Compacted:
+def compact(transform: Transform, source: PrefixKv, rotary: Rotary, window: Window | None = None) -> Compacted:
     """Run ``transform``: choose, check the choice, gather, turn the kept keys. Raises ``TransformError``."""
     if transform.uses_query and window is None:
         raise TransformError(f"{transform.algorithm} needs the queries of a recent window")
@@ -162,7 +175,7 @@ def compact(transform: Transform, source: Source, rotary: Rotary, window: Window
     return Compacted(kept, logical_ids(source.token_ids, positions), positions)
 
 
-def check_positions(positions: torch.Tensor, source: Source, count: int) -> None:
+def check_positions(positions: torch.Tensor, source: PrefixKv, count: int) -> None:
     """Refuse a choice of the wrong shape, out of range, or not strictly ascending."""
     import torch
 

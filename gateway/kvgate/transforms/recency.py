@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from kvgate.transforms.base import Source, TransformError, Window
+from kvgate.transforms.base import PrefixKv, TransformError, Window
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Recency:
         """Every setting as exact text, sorted by name."""
         return (("anchors", str(self.anchors)), ("ratio", str(self.ratio)))
 
-    def choose(self, source: Source, retained_tokens: int, window: Window | None) -> torch.Tensor:
+    def choose(self, source: PrefixKv, retained_tokens: int, window: Window | None) -> torch.Tensor:
         """Original positions to keep, ``[1, 1, retained]``."""
         import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from kvgate.transforms.base import TransformError
 
 if TYPE_CHECKING:
     import torch
+
+    from kvgate.contract.model import Rope
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,11 +35,31 @@ class Rotary:
         rotary_dim = int(head_dim * given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
         return cls(inverse_frequencies(rotary_dim, float(theta), _scaling(given, config)))
 
+    @classmethod
+    def of_rope(cls, rope: Rope) -> Rotary:
+        """From the model contract's own record. Raises ``TransformError`` for a kind of scaling whose turns are not known."""
+        from kvgate_kernels.rope import inverse_frequencies
+
+        if rope.kind == "none" or any(one.name.startswith("layers.") for one in rope.parameters):
+            raise TransformError("keys without rotary embedding, or with several kinds of it, cannot be turned here")
+        settings = {one.name.removeprefix("config."): json_value(one.value) for one in rope.parameters}
+        settings |= {"rope_type": rope.kind, "max_position_embeddings": rope.max_positions}
+        frequencies = inverse_frequencies(rope.rotary_dim, float(rope.theta), _scaling(settings, settings))
+        return cls(frequencies, rope.style == "interleaved")
+
     def turn(self, keys: torch.Tensor, old: Sequence[int], new: Sequence[int]) -> torch.Tensor:
         """Keys ``[token, dim]`` of positions ``old`` as they are at positions ``new``."""
         from kvgate_kernels.rope import Rotation, rotate
 
         return rotate(keys, Rotation.between(old, new, self.frequencies, interleaved=self.interleaved))
+
+
+def json_value(text: str) -> Any:
+    """A setting's value where its exact text is JSON, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _scaling(given: Mapping[str, Any], config: Mapping[str, Any]) -> Any:

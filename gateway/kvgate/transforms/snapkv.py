@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from kvgate.transforms.base import Source, TransformError, Window
+from kvgate.transforms.base import MAX_WINDOW_TOKENS, PrefixKv, TransformError, Window
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +22,11 @@ MAX_KERNEL = 255
 
 @dataclass(frozen=True, slots=True)
 class SnapKV:
-    """ratio: how much of the source is kept. kernel: odd width of the pooling, in tokens. pooling: "average" or "max"."""
+    """ratio: how much of the source is kept. window: how many of the last queries are looked at. kernel: odd width of the pooling, in
+    tokens. pooling: "average" or "max"."""
 
     ratio: Fraction
+    window: int = 32
     kernel: int = 7
     pooling: str = "average"
 
@@ -35,6 +37,8 @@ class SnapKV:
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise TransformError(f"ratio must be above 0 and at most 1, got {self.ratio}")
+        if not 1 <= self.window <= MAX_WINDOW_TOKENS:
+            raise TransformError(f"window must be from 1 to {MAX_WINDOW_TOKENS}, got {self.window}")
         if self.pooling not in POOLING:
             raise TransformError(f"pooling must be one of {', '.join(POOLING)}, got {self.pooling!r}")
         if not 1 <= self.kernel <= MAX_KERNEL or self.kernel % 2 == 0:
@@ -42,19 +46,21 @@ class SnapKV:
 
     def parameters(self) -> tuple[tuple[str, str], ...]:
         """Every setting as exact text, sorted by name."""
-        return (("kernel", str(self.kernel)), ("pooling", self.pooling), ("ratio", str(self.ratio)))
+        settings = {"kernel": self.kernel, "pooling": self.pooling, "ratio": self.ratio, "window": self.window}
+        return tuple((name, str(value)) for name, value in sorted(settings.items()))
 
-    def choose(self, source: Source, retained_tokens: int, window: Window | None) -> torch.Tensor:
+    def choose(self, source: PrefixKv, retained_tokens: int, window: Window | None) -> torch.Tensor:
         """Original positions to keep, ``[layers, KV heads, retained]``."""
         import torch
 
         if window is None:
             raise TransformError("snapkv needs the queries of a recent window")
+        window = window.last(self.window)
         recent = [at for at in window.positions if at < source.tokens]
         start = min(window.positions[0], source.tokens)
         wanted = retained_tokens - len(recent)
         if recent != list(range(start, source.tokens)) or not 0 <= wanted <= start:
-            raise TransformError("the window must reach the end of the source or lie behind it, and fit into what is kept")
+            raise TransformError("the window must reach the end of the source, or lie behind it, and fit into what is kept")
         kept = torch.tensor(recent, dtype=torch.int64).expand(source.kv_heads, -1)
         rows = []
         for layer in range(source.layers):

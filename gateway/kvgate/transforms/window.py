@@ -32,6 +32,4 @@ def read_window(folder: Path, reference: str, prompt: Sequence[int]) -> Window:
     if queries.dtype != numpy.float32 or positions.dtype != numpy.int64 or positions.ndim != 1:
         raise TransformError("the capture holds something else than queries and positions")
     places = tuple(int(position) for position in positions)
-    if any(not 0 <= place < len(prompt) for place in places):
-        raise TransformError("the capture is of a longer prompt")
-    return Window(torch.from_numpy(queries), places, tuple(prompt[place] for place in places))
+    return Window(torch.from_numpy(queries), places, tuple(prompt))
