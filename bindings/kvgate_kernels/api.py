@@ -78,12 +78,15 @@ class Packer:
         backend: str | None = None,
         threads: int | None = None,
         pool: memoryview | None = None,
+        stages: int = 0,
+        direct: bool = False,
     ) -> None:
         """pages, payload: geometries that agree. tensors: one per layer, as the engine registered them (shapes: ``PageLayout``).
 
         backend: the name of one backend, to force it. threads: host threads; default all cores of the process's affinity.
         pool: all the host memory that payloads lie in; a GPU backend page-locks it until ``close``, so that copies run at the
-        bus's speed. Raises ``GeometryError`` (``UnsupportedLayout``, ``UnsupportedCodec``) when nothing may move these pages.
+        bus's speed. stages, direct: for a GPU backend, see ``Options``.
+        Raises ``GeometryError`` (``UnsupportedLayout``, ``UnsupportedCodec``) when nothing may move these pages.
         """
         payload.check_matches(pages)
         self._payload = payload
@@ -91,7 +94,7 @@ class Packer:
         count = default_threads() if threads is None else threads
         if not 1 <= count <= MAX_THREADS:
             raise GeometryError(f"threads must be 1..{MAX_THREADS}, got {count}")
-        self._backend, self._reason = self._choose(backend, Options(count, pool))
+        self._backend, self._reason = self._choose(backend, Options(count, pool, stages, direct))
 
     def _choose(self, wanted: str | None, options: Options) -> tuple[Backend, str]:
         reasons: list[str] = []

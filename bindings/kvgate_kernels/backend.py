@@ -23,10 +23,16 @@ class NativeUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """threads: host threads. pool: all the host memory that payloads come from, for a GPU backend to page-lock."""
+    """threads: host threads. pool: all the host memory that payloads come from, for a GPU backend to page-lock.
+
+    stages: payloads that a GPU backend has on their way at once in each direction; 0 for its own choice. direct: its kernels read
+    and write payloads in host memory themselves, which the caller has page-locked, instead of passing them through stages.
+    """
 
     threads: int
     pool: memoryview | None = None
+    stages: int = 0
+    direct: bool = False
 
 
 class Backend(Protocol):

@@ -13,11 +13,18 @@ from collections.abc import Sequence
 Context = C.c_void_p
 
 _HOST_REGISTER_PORTABLE = 1
+_HOST_REGISTER_MAPPED = 2
 _ALREADY_REGISTERED = 712
+_IPC_LAZY_PEER_ACCESS = 1
+IPC_HANDLE_BYTES = 64
 
 
 class DriverError(RuntimeError):
     """A CUDA driver call failed; the message has the call and the driver's own words."""
+
+
+class _IpcHandle(C.Structure):
+    _fields_ = (("reserved", C.c_ubyte * IPC_HANDLE_BYTES),)
 
 
 @functools.cache
@@ -34,6 +41,10 @@ def library() -> C.CDLL:
     cuda.cuModuleLoadData.argtypes = [C.c_void_p, C.c_char_p]
     cuda.cuModuleGetFunction.argtypes = [C.c_void_p, C.c_void_p, C.c_char_p]
     cuda.cuCtxSetCurrent.argtypes = [C.c_void_p]
+    cuda.cuMemGetAddressRange_v2.argtypes = [C.c_void_p, C.c_void_p, C.c_uint64]
+    cuda.cuIpcGetMemHandle.argtypes = [C.c_void_p, C.c_uint64]
+    cuda.cuIpcOpenMemHandle_v2.argtypes = [C.c_void_p, _IpcHandle, C.c_uint]
+    cuda.cuIpcCloseMemHandle.argtypes = [C.c_uint64]
     return cuda
 
 
@@ -91,8 +102,8 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
 
 
 def lock_pages(address: int, nbytes: int) -> bool:
-    """Page-locks host memory for the device. False if someone has done so already."""
-    code = library().cuMemHostRegister_v2(address, nbytes, _HOST_REGISTER_PORTABLE)
+    """Page-locks host memory, so that copies and kernels reach it. False if someone has done so already."""
+    code = library().cuMemHostRegister_v2(address, nbytes, _HOST_REGISTER_PORTABLE | _HOST_REGISTER_MAPPED)
     if code == _ALREADY_REGISTERED:
         return False
     check(code, "cuMemHostRegister")
@@ -102,3 +113,30 @@ def lock_pages(address: int, nbytes: int) -> bool:
 def unlock_pages(address: int) -> None:
     """Undoes ``lock_pages``."""
     check(library().cuMemHostUnregister(address), "cuMemHostUnregister")
+
+
+def allocation(address: int) -> tuple[int, int]:
+    """Where the device allocation that holds ``address`` begins, and its bytes. Also for memory opened by ``open_memory``."""
+    base, size = C.c_uint64(), C.c_size_t()
+    check(library().cuMemGetAddressRange_v2(C.byref(base), C.byref(size), address), "cuMemGetAddressRange")
+    return base.value, size.value
+
+
+def share_memory(base: int) -> bytes:
+    """A handle by which another process can open the allocation that begins at ``base``."""
+    handle = _IpcHandle()
+    check(library().cuIpcGetMemHandle(C.byref(handle), base), "cuIpcGetMemHandle")
+    return bytes(handle.reserved)
+
+
+def open_memory(handle: bytes) -> int:
+    """Maps another process's allocation; its first byte's address here. Opening it again gives the same, and counts."""
+    address = C.c_uint64()
+    value = _IpcHandle.from_buffer_copy(handle)
+    check(library().cuIpcOpenMemHandle_v2(C.byref(address), value, _IPC_LAZY_PEER_ACCESS), "cuIpcOpenMemHandle")
+    return address.value
+
+
+def close_memory(address: int) -> None:
+    """Undoes one ``open_memory``. Work that uses the memory must be done."""
+    check(library().cuIpcCloseMemHandle(address), "cuIpcCloseMemHandle")

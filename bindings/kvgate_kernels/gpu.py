@@ -118,7 +118,8 @@ class Stage:
 class Lane:
     """One direction's streams and stages. Used by one call at a time: the bus is the limit, not the number of calls."""
 
-    def __init__(self, device: torch.device, payload_bytes: int) -> None:
+    def __init__(self, device: torch.device, payload_bytes: int, depth: int) -> None:
+        self.depth = depth
         self.lock = threading.Lock()
         self.work = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -128,10 +129,10 @@ class Lane:
 
     def stage(self, index: int) -> Stage:
         """A stage whose last use is ordered before what comes next on either stream."""
-        if len(self.stages) <= index % STAGES:
+        if len(self.stages) <= index % self.depth:
             ready, done = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
             self.stages.append(Stage(torch.empty(self._bytes, dtype=torch.uint8, device=self._device), ready, done))
-        return self.stages[index % STAGES]
+        return self.stages[index % self.depth]
 
 
 @dataclass(frozen=True)
@@ -224,10 +225,11 @@ def _sines(rotation: Rotation) -> torch.Tensor:
     return rotation.sines
 
 
-def _is_aligned_on_device(move: CheckedMove | CheckedGather) -> bool:
+def _is_aligned_on_device(move: CheckedMove | CheckedGather, host_too: bool = False) -> bool:
     """True if kernels can reach the payload where it lies; others pass a stage."""
     payload = move.move.payload
-    return isinstance(payload, torch.Tensor) and payload.is_cuda and move.address % LINE_BYTES == 0
+    reachable = host_too or (isinstance(payload, torch.Tensor) and payload.is_cuda)
+    return reachable and move.address % LINE_BYTES == 0
 
 
 class GpuBackend:
@@ -238,13 +240,15 @@ class GpuBackend:
 
     threads = 1
 
-    def __init__(self, code: GpuCode, pages: PageSet, payload: PayloadGeometry, pool: memoryview | None) -> None:
+    def __init__(self, code: GpuCode, pages: PageSet, payload: PayloadGeometry, options: Options) -> None:
+        pool = options.pool
         self.name = backend_name(code.target)
         self._code = code
         self._pages = pages
         self._payload = payload
         self._kernels = GpuKernels(code, pages, payload)
-        self._lanes = {way: Lane(pages.device, payload.payload_bytes) for way in (True, False)}
+        self._direct_host = options.direct
+        self._lanes = {way: Lane(pages.device, payload.payload_bytes, options.stages or STAGES) for way in (True, False)}
         self._locked = 0
         self._pool = pool
         if pool is not None:
@@ -298,7 +302,7 @@ class GpuBackend:
             return [], []
         lane = self._lanes[pack]
         caller = torch.cuda.current_stream(self._pages.device)
-        on_device = [_is_aligned_on_device(move) for move in moves]
+        on_device = [_is_aligned_on_device(move, self._direct_host) for move in moves]
         with lane.lock, torch.cuda.device(self._pages.device), torch.cuda.stream(lane.work):
             driver.enter(self._code.context)
             # The caller's stream has queued what wrote the pages, and what still reads them.
@@ -337,15 +341,16 @@ class GpuBackend:
         """Payloads in host memory: while one stage is copied, the kernels work on the other."""
         count = len(moves)
         size = self._payload.payload_bytes
-        stages = [lane.stage(index) for index in range(min(STAGES, count))]
-        tables = self._kernels.tables(moves, [stages[index % STAGES].buffer.data_ptr() for index in range(count)])
+        depth = lane.depth
+        stages = [lane.stage(index) for index in range(min(depth, count))]
+        tables = self._kernels.tables(moves, [stages[index % depth].buffer.data_ptr() for index in range(count)])
         out = torch.empty(count, 32, dtype=torch.uint8, device=self._pages.device) if digest else None
         room = self._kernels.hash_room(1) if digest else None
         for index, move in enumerate(moves):
-            stage = stages[index % STAGES]
+            stage = stages[index % depth]
             # Pack: kernels, then the copy. Unpack: the copy, then the kernels. Each stage is used again after its last step.
             before, after = (lane.work, lane.copy) if pack else (lane.copy, lane.work)
-            if index >= STAGES:
+            if index >= depth:
                 before.wait_event(stage.done)
             if not pack:
                 driver.copy(stage.buffer.data_ptr(), move.address, size, lane.copy.cuda_stream)
@@ -390,7 +395,7 @@ def gpu_factory(target: str) -> BackendFactory:
         device = pages.device.index or 0
         _check_target(target, device)
         try:
-            return GpuBackend(load_gpu_code(device, target), pages, payload, options.pool)
+            return GpuBackend(load_gpu_code(device, target), pages, payload, options)
         except (NoKernel, driver.DriverError) as error:
             raise NativeUnavailable(str(error)) from error
 

@@ -1,0 +1,195 @@
+"""Attached pages and the moves on them: one lane for each direction, so that a load waits for no store."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from kvgate.contract.errors import ContractError
+from kvgate.storage.backend import PoolInfo
+from kvgate.storage.pool import PoolError
+from kvgate.transfer.process.devices import DeviceKind, EventRefused
+from kvgate.transfer.process.memory import NoSuchPool, Pools
+from kvgate.transfer.process.pages import MAX_BLOCKS, ImportedPages, ImportRefused, import_pages
+from kvgate.transfer.records import BLOCK_ID_BYTES, PageExport, PayloadShape, WorkerProcess
+from kvgate.transfer.wire import MoveBody, pack_result
+from kvgate_kernels import ChunkMove, Codec, GeometryError, MoveError, NonFiniteValues, Packer, PayloadGeometry, driver
+
+MAX_HANDLES = 256
+_T = TypeVar("_T")
+
+
+class Refused(Exception):
+    """The request names what is not there, or is not what it says. Nothing was done."""
+
+
+class NoRoom(Exception):
+    """The device has no memory for it now. Nothing was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """See ``ChildSettings``."""
+
+    threads: int
+    stages: int
+    direct: bool
+
+
+class Attached:
+    """One worker's pages. Moves hold it while they run; ``closing`` lets no further one begin."""
+
+    def __init__(self, pages: ImportedPages, packer: Packer) -> None:
+        self.pages: ImportedPages | None = pages
+        self.packer: Packer | None = packer
+        self.users = 0
+        self.closing = False
+        self.blocks = packer.payload.blocks(pages.geometry.block_tokens)
+        self.payload_bytes = packer.payload.payload_bytes
+
+    def close(self) -> None:
+        """Give the memory back. Tensors go first: nothing of them may outlive the mapping."""
+        pages, packer, self.pages, self.packer = self.pages, self.packer, None, None
+        if pages is None or packer is None:
+            return
+        packer.close()
+        close = pages.close
+        del pages, packer
+        close()
+
+
+class Engine:
+    """All state of the process. Methods run on the lanes' threads, each entered on the device."""
+
+    def __init__(self, device: DeviceKind, options: Options) -> None:
+        self._device = device
+        self._options = options
+        self._pools = Pools(device.lock_memory, device.populate)
+        self._handles: dict[int, Attached] = {}
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition()
+
+    def attach(self, export: bytes, payload: bytes, worker: WorkerProcess) -> list[object]:
+        """Map pages; the answer to ATTACH. Raises ``Refused``."""
+        if len(self._handles) >= MAX_HANDLES:
+            raise NoRoom("too many workers' pages are attached")
+        try:
+            said, shape = PageExport.decode(export), PayloadShape.decode(payload)
+            pages = import_pages(said, worker, self._device.torch_device)
+        except (ContractError, ImportRefused, GeometryError) as error:
+            raise Refused(str(error)) from None
+        try:
+            packer = self._packer(pages, shape)
+        except GeometryError as error:
+            close = pages.close
+            del pages
+            close()
+            raise Refused(str(error)) from None
+        attached = Attached(pages, packer)
+        with self._changed:
+            number = next(self._numbers)
+            self._handles[number] = attached
+        info = packer.describe()
+        return [number, packer.num_blocks, attached.payload_bytes, info.name, info.reason]
+
+    def _packer(self, pages: ImportedPages, shape: PayloadShape) -> Packer:
+        payload = PayloadGeometry.of(pages.geometry, shape.chunk_tokens, Codec.named(shape.codec))
+        options = self._options
+        packer = Packer(
+            pages.geometry,
+            payload,
+            pages.tensors,
+            threads=options.threads or None,
+            stages=options.stages,
+            direct=options.direct,
+        )
+        if packer.num_blocks >= MAX_BLOCKS:
+            packer.close()
+            raise GeometryError("the pages have too many blocks")
+        return packer
+
+    def detach(self, number: int) -> None:
+        """Unmap pages, after the moves under way. An unknown number is none of ours any more."""
+        with self._changed:
+            attached = self._handles.get(number)
+            if attached is None or attached.closing:
+                return
+            attached.closing = True
+            while attached.users:
+                self._changed.wait()  # moves end by their deadlines, or the daemon ends this process
+            del self._handles[number]
+        attached.close()
+
+    def use_pool(self, pool: PoolInfo | None) -> None:
+        """Map another pool, or none. Raises ``Refused``."""
+        try:
+            self._pools.switch(pool)
+        except (PoolError, driver.DriverError) as error:
+            raise Refused(str(error)) from None
+
+    def pack(self, body: MoveBody) -> list[bytes]:
+        """The answer to PACK. Raises ``Refused``, ``NoRoom``."""
+
+        def run(packer: Packer, moves: list[ChunkMove]) -> list[bytes]:
+            try:
+                return pack_result(len(moves), packer.pack(moves, digest=body.digest), [])
+            except NonFiniteValues as error:
+                return pack_result(len(moves), error.digests, error.indices)
+
+        return self._move(body, run)
+
+    def unpack(self, body: MoveBody) -> bytes:
+        """The answer to UNPACK. Raises ``Refused``, ``NoRoom``."""
+        return self._move(body, lambda packer, moves: b"".join(packer.unpack(moves, digest=body.digest)))
+
+    def _move(self, body: MoveBody, run: Callable[[Packer, list[ChunkMove]], _T]) -> _T:
+        try:
+            with self._using(body.number) as attached, self._pools.use(body.generation) as pool:
+                count = len(body.offsets)
+                if len(body.blocks) != count * attached.blocks * BLOCK_ID_BYTES:
+                    raise Refused("a move names another number of blocks than a chunk has")
+                tables = np.frombuffer(body.blocks, dtype="<u4").reshape(count, attached.blocks).tolist()
+                moves = [
+                    ChunkMove(pool.view(offset, attached.payload_bytes), table, skip)
+                    for offset, table, skip in zip(body.offsets, tables, body.skips, strict=True)
+                ]
+                packer = attached.packer
+                assert packer is not None  # it is in use
+                with self._device.ordered(body.ready):
+                    return run(packer, moves)
+        except (PoolError, MoveError, NoSuchPool, EventRefused) as error:
+            raise Refused(str(error)) from None
+        except torch.OutOfMemoryError:
+            raise NoRoom("the device has no memory for stages") from None
+
+    @contextmanager
+    def _using(self, number: int) -> Iterator[Attached]:
+        with self._changed:
+            attached = self._handles.get(number)
+            if attached is None or attached.closing:
+                raise Refused("the pages are not attached")
+            attached.users += 1
+        try:
+            yield attached
+        finally:
+            with self._changed:
+                attached.users -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give everything back. No move is under way, and none begins."""
+        for number in list(self._handles):
+            self.detach(number)
+        self._pools.switch(None)
+
+    def status(self) -> dict[str, int]:
+        """Counters."""
+        with self._changed:
+            return {"handles": len(self._handles), "moves_under_way": sum(one.users for one in self._handles.values())}

@@ -1,0 +1,104 @@
+"""The process's loop: frames in, jobs to the lanes, answers out as they come."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from kvgate.storage.backend import PoolInfo
+from kvgate.transfer.process.engine import Engine, NoRoom, Refused
+from kvgate.transfer.process.lanes import Job, Lane
+from kvgate.transfer.records import WorkerProcess
+from kvgate.transfer.wire import Code, FrameReader, MoveBody, Op, frame
+
+_READ_BYTES = 1 << 18
+_MAX_WAITING = 1024
+_CRASHED = 70
+
+_log = structlog.get_logger(__name__)
+
+
+class Server:
+    """Serves one connection until it closes or STOP is asked. Loads, stores and the rest have a thread each."""
+
+    def __init__(self, connection: socket.socket, engine: Engine, enter: Callable[[], None]) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._sending = threading.Lock()
+        self._lanes = {name: Lane(name, _MAX_WAITING, enter, crash) for name in ("store", "load", "rest")}
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Returns when the daemon has gone, or after STOP."""
+        reader = FrameReader()
+        while not self._stopped.is_set():
+            data = self._connection.recv(_READ_BYTES)
+            if not data:
+                # The daemon is gone, and nobody looks after us: whatever is under way is void.
+                os._exit(0)
+            for request_id, op, _budget_ms, body in reader.feed(data):
+                self._take(request_id, Op(op), body)
+
+    def answer(self, request_id: int, code: Code, body: object) -> None:
+        """Send one answer. From any thread."""
+        data = frame([request_id, int(code), body])
+        with self._sending:
+            self._connection.sendall(data)
+
+    def _take(self, request_id: int, op: Op, body: Any) -> None:
+        if op is Op.CANCEL:
+            if any(self._lanes[name].take_back(body) for name in ("store", "load")):
+                self.answer(body, Code.EXPIRED, "the deadline passed while others were served")
+            return
+        if op is Op.STOP:
+            self._stop(request_id)
+            return
+        lane = {Op.PACK: "store", Op.UNPACK: "load"}.get(op, "rest")
+        if not self._lanes[lane].put(Job(request_id, lambda: self._do(request_id, op, body))):
+            self.answer(request_id, Code.UNAVAILABLE, "too many requests wait")
+
+    def _do(self, request_id: int, op: Op, body: Any) -> None:
+        try:
+            result = self._call(op, body)
+        except Refused as error:
+            self.answer(request_id, Code.REFUSED, str(error))
+        except NoRoom as error:
+            self.answer(request_id, Code.UNAVAILABLE, str(error))
+        else:
+            self.answer(request_id, Code.OK, result)
+
+    def _call(self, op: Op, body: Any) -> object:
+        engine = self._engine
+        if op is Op.PACK:
+            return engine.pack(MoveBody.from_value(body))
+        if op is Op.UNPACK:
+            return engine.unpack(MoveBody.from_value(body))
+        if op is Op.ATTACH:
+            export, payload, pid, uid = body
+            return engine.attach(export, payload, WorkerProcess(pid, uid))
+        if op is Op.DETACH:
+            engine.detach(body)
+        elif op is Op.POOL:
+            engine.use_pool(None if body is None else PoolInfo(*body))
+        else:
+            return engine.status()
+        return None
+
+    def _stop(self, request_id: int) -> None:
+        for lane in self._lanes.values():
+            for job in lane.stop():
+                self.answer(job.request_id, Code.EXPIRED, "the gateway is stopping")
+        self._engine.close()
+        self.answer(request_id, Code.OK, None)
+        self._stopped.set()
+
+
+def crash(error: BaseException) -> None:
+    """A job failed in a way that was not foreseen: what it has touched is not known, so nothing is served any more."""
+    _log.critical("transfer.crashed", exc_info=error)
+    os._exit(_CRASHED)
