@@ -36,6 +36,7 @@ class KVGateConnector(KVConnectorBase_V1):
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config or {})
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._block_pool: Any = None
         self._capture: QueryCapture | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_side(vllm_config)
@@ -95,10 +96,14 @@ class KVGateConnector(KVConnectorBase_V1):
         return self._step().captures if self.has_connector_metadata() else []
 
     def _evict(self, block_ids: set[int]) -> None:
-        if self._kv_cache_manager is not None and block_ids:
-            self._kv_cache_manager.evict_blocks(block_ids)
+        if self._block_pool is not None and block_ids:
+            self._block_pool.evict_blocks(block_ids)
 
     # Scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The blocks behind vLLM's own prefix cache (every vLLM since 0.26 hands them over)."""
+        self._block_pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The workers' handle; ranks that agree have the same."""
