@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -21,6 +22,9 @@ MAX_QUEUE: Final = 4096
 BATCH_ITEMS: Final = 256
 """Items between two commits, unless the queue runs empty first: this many are lost at worst by a kill -9."""
 IDLE_S: Final = 1.0
+GATHER_S: Final = (0.005, 0.025)
+"""Shortest and longest wait, by chance, between the first item of a batch and the work: it then falls on whoever asks next, and not on
+the request that caused it, whose next answers would tell by their time what the operator's verdict found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,7 @@ class ExplainThread:
             batch = [self._queue.get(timeout=0.0 if self._stopping.is_set() else IDLE_S)]
         except queue.Empty:
             return []
+        self._stopping.wait(random.uniform(*GATHER_S))
         while len(batch) < BATCH_ITEMS:
             try:
                 batch.append(self._queue.get_nowait())

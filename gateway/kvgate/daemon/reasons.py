@@ -108,11 +108,13 @@ def judge(known: Known, question: Question, access: bytes | None) -> Verdict:
     if known.holds(links[0], question.make):
         return Verdict(("evicted",), 1, question.make)
     run = known.run(links, access)
-    if run == 0:
-        return Verdict(("absent",))
-    makes = known.makes(links[run - 1], access)
+    link = links[max(run, 1) - 1]
+    makes = known.makes(link, access)
     if access is None:
         # What the requester may have comes first, so that of two equally near objects it is the one that is named.
-        makes = known.makes(links[run - 1], question.make.access) + makes
-    nearest = min(makes, key=lambda make: len(question.make.differing(make)))
-    return Verdict(question.make.differing(nearest) or ("evicted",), run, nearest)
+        makes = known.makes(link, question.make.access) + makes
+    # Where nothing is known the same is asked and compared all the same, with itself: this thread's work delays the requester's next
+    # answers, and the operator's verdict may look at what the requester must not learn of.
+    nearest = min(makes or [question.make], key=lambda make: len(question.make.differing(make)))
+    differing = question.make.differing(nearest)
+    return Verdict(differing or ("evicted",), run, nearest) if run else Verdict(("absent",))
