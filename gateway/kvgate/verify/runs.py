@@ -1,0 +1,217 @@
+"""A run from beginning to end, and the file by which a later check finds what an earlier one planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvgate.protocol.verify_messages import RUN_BYTES
+from kvgate.verify.admin import Operator
+from kvgate.verify.engine import Desk
+from kvgate.verify.link import CannotRun, Links
+from kvgate.verify.matrix import Matrix
+from kvgate.verify.plants import Run
+from kvgate.verify.results import L1, MEMORY, Progress, Report
+from kvgate.verify.sample import Shape
+
+FILE_VERSION: Final = 1
+MAX_FILE_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """What a check has to know of the run that planted. ``boot``: the gateway's start then; ``pid``: whose it is while it runs."""
+
+    run: Run
+    boot: str
+    tiers: tuple[str, ...]
+    pid: int = 0
+
+    def write(self, path: Path) -> None:
+        """Put it into a file only its owner can read: whoever has the number can ask for these objects. Raises ``CannotRun``."""
+        value = {
+            "version": FILE_VERSION,
+            "run": self.run.number.hex(),
+            "chunk_tokens": self.run.shape.chunk_tokens,
+            "codec": self.run.shape.codec,
+            "classes": list(self.run.classes),
+            "boot": self.boot,
+            "tiers": list(self.tiers),
+            "pid": self.pid,
+        }
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(value, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            raise CannotRun(
+                f"{path} tells of a run that is planted already; go on with it by --check, or remove it by --clean"
+            ) from None
+        except OSError as error:
+            raise CannotRun(f"{path} can't be written: {error.strerror}; name another by --run-file") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Planted:
+        """The run of a file. Raises ``CannotRun``."""
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise CannotRun(f"{path} is not the file of a run")
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CannotRun(f"{path}: {error.strerror}; plant by --write first, or name the file by --run-file") from error
+        except ValueError as error:
+            raise CannotRun(f"{path} is not the file of a run") from error
+        try:
+            if value["version"] != FILE_VERSION:
+                raise CannotRun(f"{path} is of another version of kvgate verify; plant again")
+            number = bytes.fromhex(value["run"])
+            shape = Shape(int(value["chunk_tokens"]), str(value["codec"]))
+            run = Run(number, shape, tuple(map(str, value["classes"])))
+            return cls(run, str(value["boot"]), tuple(map(str, value["tiers"])), int(value["pid"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CannotRun(f"{path} is not the file of a run") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The gateway to verify. ``classes``: engine classes it declares; ``only``: shell patterns of the rows asked for."""
+
+    socket: Path
+    admin: Path
+    classes: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+
+async def write(target: Target, path: Path, report: Report, progress: Progress) -> None:
+    """Plant, and note the run in ``path``."""
+    async with _links(target) as links:
+        planted = await _new(links, target)
+        async with _matrix(links, target, planted.run, report, progress) as matrix:
+            Planted(planted.run, planted.boot, matrix.tiers).write(path)
+            await matrix.plant()
+
+
+async def check(target: Target, path: Path, report: Report, progress: Progress) -> None:
+    """Check the run that ``path`` tells of; it stays planted."""
+    planted = Planted.read(path)
+    async with _links(target) as links:
+        _require_same(links, planted)
+        async with _matrix(links, target, planted.run, report, progress) as matrix:
+            if _boot(links) != planted.boot:
+                if matrix.tiers == (L1,):
+                    raise CannotRun(
+                        "the gateway was started again since, and its storage keeps nothing over that: remove the run by --clean"
+                    )
+                report.note("The gateway was started again since the run was planted.")
+            if matrix.tiers != planted.tiers:
+                raise CannotRun(
+                    f"the gateway has the tiers {', '.join(matrix.tiers)} now, and had {', '.join(planted.tiers)} when the run was "
+                    "planted: remove it by --clean, and plant again"
+                )
+            await matrix.check()
+
+
+async def clean(target: Target, path: Path, report: Report, progress: Progress) -> None:
+    """Remove what the run of ``path`` planted, and the file."""
+    planted = Planted.read(path)
+    async with _links(target) as links:
+        _require_same(links, planted)
+        async with _matrix(links, target, planted.run, report, progress) as matrix:
+            await matrix.forget()
+    if not report.failed:
+        _remove(path)
+
+
+async def whole(target: Target, path: Path, report: Report, progress: Progress) -> None:
+    """Plant, check, and remove everything, whatever happens in between."""
+    async with _links(target) as links:
+        await _clean_up_after_another(links, target, path, progress)
+        planted = await _new(links, target)
+        async with _matrix(links, target, planted.run, report, progress) as matrix:
+            Planted(planted.run, planted.boot, matrix.tiers, os.getpid()).write(path)
+            try:
+                await matrix.plant()
+                await matrix.check()
+            finally:
+                await matrix.forget()
+        if not any(row.group == "clean-up" for row in report.failed):
+            _remove(path)
+
+
+async def _clean_up_after_another(links: Links, target: Target, path: Path, progress: Progress) -> None:
+    """A run that was killed left its file: remove what it planted first."""
+    left = _left_by_another(path)
+    if left is None:
+        return
+    _require_same(links, left)
+    report = Report()
+    async with _matrix(links, target, left.run, report, progress) as matrix:
+        await matrix.forget()
+    _remove(path)
+
+
+def _left_by_another(path: Path) -> Planted | None:
+    """The run that ``path`` tells of, unless there is none. Raises ``CannotRun`` where its process still runs."""
+    if not path.exists():
+        return None
+    left = Planted.read(path)
+    if left.pid and Path(f"/proc/{left.pid}").exists():
+        raise CannotRun(f"another run is under way (process {left.pid}); if it is not, remove {path}")
+    return left
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def _links(target: Target) -> AsyncIterator[Links]:
+    links = Links(target.socket)
+    try:
+        links.drop(await links.greet("client"))
+        yield links
+    finally:
+        await links.close()
+
+
+@asynccontextmanager
+async def _matrix(links: Links, target: Target, run: Run, report: Report, progress: Progress) -> AsyncIterator[Matrix]:
+    desk = await Desk.open(links, run.number)
+    assert links.welcome is not None, "the desk has greeted"
+    report.build, report.backend = links.welcome.build, desk.entered.backend
+    report.tiers = [L1, MEMORY, *desk.entered.tiers[1:]]
+    async with Operator(target.admin) as operator:
+        matrix = Matrix(run, desk, operator, report, progress, target.only)
+        try:
+            yield matrix
+        finally:
+            await matrix.close()
+        if not operator.reachable:
+            report.note("The operator's view of misses was not checked: the admin socket did not answer.")
+
+
+async def _new(links: Links, target: Target) -> Planted:
+    assert links.welcome is not None, "_links has greeted"
+    shape = Shape(links.welcome.chunk_tokens, links.welcome.codec)
+    return Planted(Run(secrets.token_bytes(RUN_BYTES), shape, target.classes), _boot(links), ())
+
+
+def _boot(links: Links) -> str:
+    assert links.welcome is not None, "_links has greeted"
+    return links.welcome.boot.hex()
+
+
+def _require_same(links: Links, planted: Planted) -> None:
+    assert links.welcome is not None, "_links has greeted"
+    shape = Shape(links.welcome.chunk_tokens, links.welcome.codec)
+    if shape != planted.run.shape:
+        raise CannotRun("the gateway has another chunk size or codec than when the run was planted: plant again")
