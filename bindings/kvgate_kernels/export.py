@@ -1,10 +1,8 @@
-"""A worker's pages made reachable for the gateway's transfer process: CUDA IPC on a GPU, files in /dev/shm on a CPU."""
+"""A worker's pages made reachable for the gateway's transfer process: CUDA IPC on a GPU, shared memory on a CPU."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -12,8 +10,6 @@ from kvgate.transfer.records import CPU_DEVICE, LayerPages, PageExport, StorageE
 from kvgate_kernels import driver
 from kvgate_kernels.geometry import PageGeometry
 from kvgate_kernels.pages import check_pages
-
-_SHM_DIR = Path("/dev/shm")
 
 
 class ExportError(Exception):
@@ -69,14 +65,12 @@ def device_name(device: torch.device) -> str:
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> StorageExport:
+    """By a file without a name, which goes with the last process that has it: nothing is left of a worker that is killed."""
     try:
-        _, name, size = storage._share_filename_cpu_()
-        path = _SHM_DIR / os.fsdecode(name).lstrip("/")
-        # torch keeps a header of its own in front of the elements.
-        offset = path.stat().st_size - size
-    except (RuntimeError, OSError) as error:
+        descriptor, _ = storage._share_fd_cpu_()
+    except RuntimeError as error:
         raise ExportError("the pages' memory cannot be moved to shared memory") from error
-    return StorageExport(handle=path.name.encode(), offset_bytes=offset, storage_bytes=storage.nbytes())
+    return StorageExport(handle=b"%d" % descriptor, offset_bytes=0, storage_bytes=storage.nbytes())
 
 
 def _share_cuda(storage: torch.UntypedStorage) -> StorageExport:

@@ -86,9 +86,12 @@ class PageMover(Protocol):
     def on_lost(self, callback: Callable[[str, int], None]) -> None:
         """Call ``callback(device, incarnation)`` on the loop when a process is lost: its handles are void, workers attach again."""
 
-    async def attach(self, export: PageExport, payload: PayloadShape, worker: WorkerProcess, deadline_s: float) -> PageHandle:
+    async def attach(
+        self, export: PageExport, payload: PayloadShape, worker: WorkerProcess, deadline_s: float, *, gate: int | None = None
+    ) -> PageHandle:
         """Map a worker's pages. Starts the device's process if none runs (tens of seconds with torch and CUDA).
 
+        gate: the worker's descriptor of its ``Gate`` (``kvgate.transfer.gate``); then nothing is unpacked that it has given up.
         Raises ``PagesRefused``, ``TransferUnavailable``.
         """
         ...
@@ -119,10 +122,12 @@ class PageMover(Protocol):
         *,
         ready: bytes | None = None,
         digest: bool = True,
+        gate: int | None = None,
     ) -> list[bytes]:
         """Slots → pages; the digest of each payload as it was copied, for the caller to compare. Returns after the last write.
 
-        ready: as for ``pack``, recorded behind the engine's last read of the old contents. Raises like ``pack``.
+        ready: as for ``pack``, recorded behind the engine's last read of the old contents. gate: this load's place in the worker's
+        gate, required where one was attached. Raises like ``pack``, and ``MoveRefused`` where the worker has given the load up.
         """
         ...
 

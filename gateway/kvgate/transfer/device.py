@@ -115,14 +115,16 @@ class Device:
         if self._child is not None:
             self._map_pool(self._child)
 
-    async def attach(self, export: PageExport, payload: PayloadShape, worker: WorkerProcess, deadline_s: float) -> PageHandle:
+    async def attach(
+        self, export: PageExport, payload: PayloadShape, worker: WorkerProcess, deadline_s: float, gate: int | None
+    ) -> PageHandle:
         """See ``PageMover``."""
         ends_at = asyncio.get_running_loop().time() + deadline_s
         self._attaching += 1
         try:
             child = await self._serving(ends_at)
             incarnation = self.incarnation
-            body = [export.encode(), payload.encode(), worker.pid, worker.uid]
+            body = [export.encode(), payload.encode(), worker.pid, worker.uid, gate]
             asked = self._keep(child.ask(Op.ATTACH, body, self._limits.attach_s))
             try:
                 left_s = max(0.0, ends_at - asyncio.get_running_loop().time())
@@ -140,7 +142,7 @@ class Device:
                 raise kind(str(answer)) from None
             if self._child is not child:
                 raise TransferUnavailable("the transfer process was lost")
-            handle = PageHandle(self.name, incarnation, number, num_blocks, payload_bytes, backend, reason)
+            handle = PageHandle(self.name, incarnation, child.pid, number, num_blocks, payload_bytes, backend, reason)
             self.handles[number] = handle
             return handle
         finally:
@@ -156,6 +158,7 @@ class Device:
         deadline_s: float,
         ready: bytes | None,
         digest: bool,
+        gate: int | None,
     ) -> Any:
         """The answer to one PACK or UNPACK. See ``Child.move`` for what an exception says of the slots."""
         child = self._child
@@ -166,7 +169,7 @@ class Device:
         if child.connection.in_flight >= self._limits.max_calls:
             raise TransferBusy("too many transfers are under way on this device")
         try:
-            body = MoveBody.of(handle.number, generation, moves, ready, digest).to_value()
+            body = MoveBody.of(handle.number, generation, moves, ready, digest, gate).to_value()
         except WireError as error:
             raise MoveRefused(str(error)) from None
         began_at = asyncio.get_running_loop().time()

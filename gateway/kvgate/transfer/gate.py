@@ -115,14 +115,14 @@ class MoverGate:
             # A worker that holds the lock is giving it up.
             yield False
             return
+        allowed = self._bytes[place] == OPEN
         try:
-            allowed = self._bytes[place] == OPEN
             if allowed:
                 self._bytes[place] = MOVING
             yield allowed
+        finally:
             if allowed:
                 self._bytes[place] = CLOSED
-        finally:
             _unlock(self._descriptor, place)
 
     def close(self) -> None:

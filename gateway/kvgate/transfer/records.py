@@ -26,7 +26,8 @@ DIGEST_BYTES: Final = 32
 
 @frozen
 class StorageExport(Record):
-    """One piece of memory that the worker shares. ``handle``: the 64 bytes of a ``cudaIpcMemHandle_t``, or a file name in /dev/shm.
+    """One piece of memory that the worker shares. ``handle``: the 64 bytes of a ``cudaIpcMemHandle_t``; for shared memory the number
+    of the worker's file descriptor, in ASCII digits.
 
     ``offset_bytes``: where it begins in that allocation or file. ``storage_bytes``: its length.
     """
@@ -98,11 +99,13 @@ class WorkerProcess:
 class PageHandle:
     """Pages that are attached. Valid until ``detach``, or until the device's transfer process is lost (``incarnation``).
 
-    payload_bytes: exact length of every payload of these pages. backend, reason: the kernels in use, and why.
+    pid: the process that moves them. payload_bytes: exact length of every payload of these pages. backend, reason: the kernels in
+    use, and why.
     """
 
     device: str
     incarnation: int
+    pid: int
     number: int
     num_blocks: int
     payload_bytes: int

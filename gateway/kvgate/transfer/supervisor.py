@@ -83,11 +83,13 @@ class TransferProcesses:
         """See ``PageMover``."""
         self._callbacks.append(callback)
 
-    async def attach(self, export: PageExport, payload: PayloadShape, worker: WorkerProcess, deadline_s: float) -> PageHandle:
+    async def attach(
+        self, export: PageExport, payload: PayloadShape, worker: WorkerProcess, deadline_s: float, *, gate: int | None = None
+    ) -> PageHandle:
         """See ``PageMover``."""
         if self._stopped:
             raise TransferUnavailable("the gateway is stopping")
-        return await self._device(export.device).attach(export, payload, worker, deadline_s)
+        return await self._device(export.device).attach(export, payload, worker, deadline_s, gate)
 
     async def pack(
         self,
@@ -112,9 +114,10 @@ class TransferProcesses:
         *,
         ready: bytes | None = None,
         digest: bool = True,
+        gate: int | None = None,
     ) -> list[bytes]:
         """See ``PageMover``."""
-        body = await self._move(Op.UNPACK, handle, generation, moves, deadline_s, ready, digest)
+        body = await self._move(Op.UNPACK, handle, generation, moves, deadline_s, ready, digest, gate)
         return self._read(lambda: unpack_digests(body, len(moves), digest))
 
     async def detach(self, handle: PageHandle) -> None:
@@ -151,12 +154,13 @@ class TransferProcesses:
         deadline_s: float,
         ready: bytes | None,
         digest: bool,
+        gate: int | None = None,
     ) -> Any:
         """One call to its end, also where its caller is cancelled meanwhile: the slots stay the caller's until then."""
         device = self._devices.get(handle.device)
         if device is None:
             raise TransferUnavailable("the pages are not attached any more: attach them again")
-        work = asyncio.ensure_future(device.move(op, handle, generation, moves, deadline_s, ready, digest))
+        work = asyncio.ensure_future(device.move(op, handle, generation, moves, deadline_s, ready, digest, gate))
         cancelled: asyncio.CancelledError | None = None
         while not work.done():
             try:

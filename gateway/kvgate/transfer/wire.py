@@ -30,7 +30,7 @@ MAX_BLOCKS = 1 << 20
 class Op(IntEnum):
     """What a request asks for. Body in, body out."""
 
-    ATTACH = 1  # [export, payload shape, worker's pid, uid] -> [number, num_blocks, payload_bytes, backend, reason]
+    ATTACH = 1  # [export, payload shape, worker's pid, uid, gate] -> [number, num_blocks, payload_bytes, backend, reason]
     DETACH = 2  # handle number -> nothing; after the moves under way
     POOL = 3  # [name, bytes, align, generation] or nothing -> nothing; the old one goes after the moves under way
     PACK = 4  # MoveBody -> pack_result
@@ -57,12 +57,15 @@ class MoveBody:
     generation: int
     digest: bool
     ready: bytes | None
+    gate: int | None
     offsets: tuple[int, ...]
     skips: tuple[int, ...]
     blocks: bytes
 
     @classmethod
-    def of(cls, number: int, generation: int, moves: Sequence[MoveSpec], ready: bytes | None, digest: bool) -> Self:
+    def of(
+        cls, number: int, generation: int, moves: Sequence[MoveSpec], ready: bytes | None, digest: bool, gate: int | None
+    ) -> Self:
         """From the daemon's moves. Raises ``WireError`` for too many, and for block lists of unequal or odd lengths."""
         lengths = {len(move.blocks) for move in moves}
         if not 0 < len(moves) <= MAX_MOVES:
@@ -76,6 +79,7 @@ class MoveBody:
             generation,
             digest,
             ready,
+            gate,
             tuple(move.offset for move in moves),
             tuple(move.skip_tokens for move in moves),
             b"".join(move.blocks for move in moves),
@@ -87,18 +91,19 @@ class MoveBody:
             offsets, skips = (struct.pack(f"<{len(numbers)}Q", *numbers) for numbers in (self.offsets, self.skips))
         except struct.error as error:
             raise WireError("an offset or a skip is no unsigned 64-bit number") from error
-        return [self.number, self.generation, self.digest, self.ready, offsets, skips, self.blocks]
+        return [self.number, self.generation, self.digest, self.ready, self.gate, offsets, skips, self.blocks]
 
     @classmethod
     def from_value(cls, value: Any) -> Self:
         """The reverse."""
-        number, generation, digest, ready, offsets, skips, blocks = value
+        number, generation, digest, ready, gate, offsets, skips, blocks = value
         count = len(offsets) // 8
         return cls(
             number,
             generation,
             digest,
             ready,
+            gate,
             struct.unpack(f"<{count}Q", offsets),
             struct.unpack(f"<{count}Q", skips),
             blocks,

@@ -15,6 +15,7 @@ import torch
 from kvgate.contract.errors import ContractError
 from kvgate.storage.backend import PoolInfo
 from kvgate.storage.pool import PoolError
+from kvgate.transfer.gate import GateError, MoverGate
 from kvgate.transfer.process.devices import DeviceKind, EventRefused
 from kvgate.transfer.process.memory import NoSuchPool, Pools
 from kvgate.transfer.process.pages import MAX_BLOCKS, ImportedPages, ImportRefused, import_pages
@@ -46,7 +47,8 @@ class Options:
 class Attached:
     """One worker's pages. Moves hold it while they run; ``closing`` lets no further one begin."""
 
-    def __init__(self, pages: ImportedPages, packer: Packer) -> None:
+    def __init__(self, pages: ImportedPages, packer: Packer, gate: MoverGate | None) -> None:
+        self.gate = gate
         self.pages: ImportedPages | None = pages
         self.packer: Packer | None = packer
         self.users = 0
@@ -54,11 +56,26 @@ class Attached:
         self.blocks = packer.payload.blocks(pages.geometry.block_tokens)
         self.payload_bytes = packer.payload.payload_bytes
 
+    @contextmanager
+    def allowed(self, place: int | None, unpack: bool) -> Iterator[None]:
+        """Around one move: an unpack passes the worker's gate, if it has one. Raises ``Refused`` where it may not."""
+        if self.gate is None or not unpack:
+            yield
+            return
+        if place is None:
+            raise Refused("a load of these pages needs a place in their worker's gate")
+        with self.gate.moving(place) as allowed:
+            if not allowed:
+                raise Refused("the worker has given this load up")
+            yield
+
     def close(self) -> None:
         """Give the memory back. Tensors go first: nothing of them may outlive the mapping."""
         pages, packer, self.pages, self.packer = self.pages, self.packer, None, None
         if pages is None or packer is None:
             return
+        if self.gate is not None:
+            self.gate.close()
         packer.close()
         close = pages.close
         del pages, packer
@@ -76,8 +93,8 @@ class Engine:
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
 
-    def attach(self, export: bytes, payload: bytes, worker: WorkerProcess) -> list[object]:
-        """Map pages; the answer to ATTACH. Raises ``Refused``."""
+    def attach(self, export: bytes, payload: bytes, worker: WorkerProcess, gate: int | None) -> list[object]:
+        """Map pages; the answer to ATTACH. Raises ``Refused``, ``NoRoom``."""
         if len(self._handles) >= MAX_HANDLES:
             raise NoRoom("too many workers' pages are attached")
         try:
@@ -86,13 +103,14 @@ class Engine:
         except (ContractError, ImportRefused, GeometryError) as error:
             raise Refused(str(error)) from None
         try:
+            mover_gate = None if gate is None else MoverGate.open(worker.pid, gate)
             packer = self._packer(pages, shape)
-        except GeometryError as error:
+        except (GateError, GeometryError) as error:
             close = pages.close
             del pages
             close()
             raise Refused(str(error)) from None
-        attached = Attached(pages, packer)
+        attached = Attached(pages, packer, mover_gate)
         with self._changed:
             number = next(self._numbers)
             self._handles[number] = attached
@@ -147,9 +165,9 @@ class Engine:
 
     def unpack(self, body: MoveBody) -> bytes:
         """The answer to UNPACK. Raises ``Refused``, ``NoRoom``."""
-        return self._move(body, lambda packer, moves: b"".join(packer.unpack(moves, digest=body.digest)))
+        return self._move(body, lambda packer, moves: b"".join(packer.unpack(moves, digest=body.digest)), unpack=True)
 
-    def _move(self, body: MoveBody, run: Callable[[Packer, list[ChunkMove]], _T]) -> _T:
+    def _move(self, body: MoveBody, run: Callable[[Packer, list[ChunkMove]], _T], *, unpack: bool = False) -> _T:
         try:
             with self._using(body.number) as attached, self._pools.use(body.generation) as pool:
                 count = len(body.offsets)
@@ -162,7 +180,7 @@ class Engine:
                 ]
                 packer = attached.packer
                 assert packer is not None  # it is in use
-                with self._device.ordered(body.ready):
+                with attached.allowed(body.gate if unpack else None, unpack), self._device.ordered(body.ready):
                     return run(packer, moves)
         except (PoolError, MoveError, NoSuchPool, EventRefused) as error:
             raise Refused(str(error)) from None

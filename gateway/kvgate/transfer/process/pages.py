@@ -17,8 +17,7 @@ from kvgate_kernels import driver
 from kvgate_kernels.geometry import PageGeometry, PageLayout
 
 MAX_BLOCKS = 1 << 31
-_SHM_DIR = Path("/dev/shm")
-_NAME = re.compile(rb"torch_(\d{1,10})_\d{1,20}_\d{1,10}")
+_NUMBER = re.compile(rb"[0-9]{1,9}")
 _DTYPES = {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8", "int8")
 }
@@ -96,18 +95,19 @@ def _import_shared(
 
 
 def _map_file(export: StorageExport, worker: WorkerProcess) -> mmap.mmap:
-    """The worker's file. Only one that torch made in that very process: no other worker's pages, and no pool."""
-    name = _NAME.fullmatch(export.handle)
-    if name is None or int(name[1]) != worker.pid:
-        raise ImportRefused("the shared memory is not that of the worker's own tensors")
+    """A file that the worker has open. By its descriptor, so that it can name no pool and no pages that are not its own."""
+    if _NUMBER.fullmatch(export.handle) is None:
+        raise ImportRefused("a shared memory's handle is no descriptor")
+    path = Path(f"/proc/{worker.pid}/fd/{export.handle.decode()}")
     try:
-        fd = os.open(_SHM_DIR / os.fsdecode(export.handle), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Before it is opened: opening a device may do things.
+        _check_file(path.stat(), worker)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise ImportRefused(f"the shared memory cannot be opened: {os.strerror(error.errno or 0)}") from None
     try:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != worker.uid:
-            raise ImportRefused("the shared memory does not belong to the worker's user")
+        _check_file(status, worker)
         end = export.offset_bytes + export.storage_bytes
         if end > status.st_size:
             raise ImportRefused("the shared memory is smaller than the export says")
@@ -116,6 +116,12 @@ def _map_file(export: StorageExport, worker: WorkerProcess) -> mmap.mmap:
         raise ImportRefused(f"the shared memory cannot be mapped: {os.strerror(error.errno or 0)}") from None
     finally:
         os.close(fd)
+
+
+def _check_file(status: os.stat_result, worker: WorkerProcess) -> None:
+    """``ImportRefused`` unless it is memory of the worker's user that has no name, as torch makes it."""
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink or status.st_uid != worker.uid:
+        raise ImportRefused("the shared memory is not that of the worker's own tensors")
 
 
 class _Bytes:

@@ -79,8 +79,8 @@ class Server:
         if op is Op.UNPACK:
             return engine.unpack(MoveBody.from_value(body))
         if op is Op.ATTACH:
-            export, payload, pid, uid = body
-            return engine.attach(export, payload, WorkerProcess(pid, uid))
+            export, payload, pid, uid, gate = body
+            return engine.attach(export, payload, WorkerProcess(pid, uid), gate)
         if op is Op.DETACH:
             engine.detach(body)
         elif op is Op.POOL:
