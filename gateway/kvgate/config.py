@@ -82,6 +82,14 @@ class Config:
     domain: str = _setting("isolation domain of clients without a credential", default="default")
     credentials_file: str = _setting("JSON object: SHA-256 of a credential (hex) -> domain name; empty: none", default="")
     numerics_classes: str = _setting("comma-separated names of engine classes declared equivalent", default="")
+    determined_transforms: str = _setting(
+        "comma-separated algorithm@version of transforms whose results depend on the prefix alone: only they may be shared like it",
+        default="",
+    )
+    cross_domain: bool = _setting(
+        "yes: transforms of that list may also be shared between isolation domains (scope global); no: never", default=False
+    )
+    capability_ttl_s: int = _setting("longest life of a variant capability", default=7 * 86_400)
     max_sessions: int = _setting("connections at a time", default=256)
     max_requests_per_session: int = _setting("requests in progress on one connection", default=256)
     max_leases: int = _setting("bound requests at a time", default=65_536)
@@ -100,7 +108,9 @@ class Config:
         default="any",
     )
     transfer_s: float = _setting("deadline of one move by a transfer process; one that takes longer is killed", default=30.0)
-    attach_s: float = _setting("deadline of attaching an engine's pages, the start of a transfer process included", default=120.0)
+    attach_s: float = _setting(
+        "deadline of attaching an engine's pages, the start of a transfer process included", default=120.0
+    )
     drain_s: float = _setting("how long a stop waits for L2 writes under way", default=10.0)
     log_level: str = _setting("debug, info, warning or error", default="info")
     log_format: str = _setting("json or console", default="console")
@@ -128,7 +138,15 @@ class Config:
 
     def numerics_class_names(self) -> frozenset[str]:
         """The declared classes."""
-        return frozenset(name.strip() for name in self.numerics_classes.split(",") if name.strip())
+        return _names(self.numerics_classes)
+
+    def determined_transform_names(self) -> frozenset[str]:
+        """The listed transforms, ``algorithm@version`` each."""
+        return _names(self.determined_transforms)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name.strip() for name in text.split(",") if name.strip())
 
 
 # Smallest and largest accepted number of each numeric setting.
@@ -147,11 +165,15 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = {
     "transfer_s": (0.001, 3600),
     "attach_s": (0.001, 3600),
     "drain_s": (0, 3600),
+    "capability_ttl_s": (1, 10 * 365 * 86_400),
 }
 _PATHS: Final = ("state_dir", "data_dir", "secret_file", "credentials_file")
 _MAX_TEXT_CHARS: Final = 65_536
 _MAX_DOMAIN_BYTES: Final = 4096
 _CLASS_NAME: Final = r"[a-z0-9][a-z0-9._-]{0,63}"  # as the contract's NumericsClass has it
+_TRANSFORM: Final = (
+    r"[a-z0-9][a-z0-9._-]{0,63}@[A-Za-z0-9][A-Za-z0-9._+-]{0,63}"  # as the contract's TransformManifest has them
+)
 _CHOICES: Final = {
     "backend": ("auto", "lmcache", "memory", "attach"),
     "codec": ("raw", "k16v8"),
@@ -222,6 +244,8 @@ def _convert(name: str, kind: str, raw: Any, origin: str) -> Any:
             raise ConfigError(f"{where}: holds something that JSON has no form for") from None
     if kind == "str":
         return _text(name, raw, where)
+    if kind == "bool":
+        return _yes_or_no(raw, where)
     accepted = "a whole number, for bytes also with KiB, MiB, GiB or TiB" if kind == "int" else "a number of seconds"
     try:
         if isinstance(raw, bool):
@@ -245,6 +269,14 @@ def _text(name: str, raw: Any, where: str) -> str:
         except RuntimeError:
             raise ConfigError(f"{where}: names a user that does not exist") from None
     return raw
+
+
+def _yes_or_no(raw: Any, where: str) -> bool:
+    words = {"yes": True, "true": True, "no": False, "false": False}
+    found = raw if isinstance(raw, bool) else words.get(str(raw).strip().lower())
+    if found is None:
+        raise ConfigError(f"{where}: must be yes or no")
+    return found
 
 
 def _size(raw: Any) -> int:
@@ -276,6 +308,11 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
     for name in config.numerics_class_names():
         if re.fullmatch(_CLASS_NAME, name) is None:
             raise ConfigError(f"numerics_classes ({origins['numerics_classes']}): each name must match {_CLASS_NAME}")
+    for name in config.determined_transform_names():
+        if re.fullmatch(_TRANSFORM, name) is None:
+            raise ConfigError(
+                f"determined_transforms ({origins['determined_transforms']}): each must be algorithm@version, e.g. recency@1"
+            )
     if config.admin_tcp and not _is_host_port(config.admin_tcp):
         raise ConfigError(f"admin_tcp ({origins['admin_tcp']}): must be HOST:PORT, e.g. 127.0.0.1:9464")
     if config.backend == "attach" and not re.fullmatch(r"(tcp|ipc|grpc|grpc\+unix)://\S+", config.attach_url):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvgate.contract.access import ORDINARY
 from kvgate.daemon import explain_index
 from kvgate.daemon.app import Gateway
 from kvgate.daemon.explain_index import MAX_MAKES, ExplainIndex
@@ -36,9 +37,10 @@ def links(*texts: str) -> list[bytes]:
     return Links(DOMAIN, makers.tokens(*texts)).first(len(texts))
 
 
-def make(parts: str = "", access: str = "") -> Make:
-    """Something stored; equal texts make it equal."""
-    return Make((makers.name(parts) * (SET_BYTES // 32)), makers.name(access)[:ACCESS_BYTES])
+def make(parts: str = "", access: str = "", variant: str = "") -> Make:
+    """Something stored; equal texts make it equal. ``variant``: empty for ordinary KV."""
+    kind = makers.name(variant) if variant else ORDINARY.digest()
+    return Make(makers.name(parts) * (SET_BYTES // 32 - 1) + kind, makers.name(access)[:ACCESS_BYTES])
 
 
 @pytest.fixture
@@ -83,6 +85,37 @@ def test_what_was_added_is_found_again(path: Path) -> None:
         assert not index.holds(chain[2], make("one", "mine"))
         index.close()
         index = ExplainIndex(path, 100)
+    index.close()
+
+
+def test_ordinary_and_transformed_kv_of_one_access_lie_apart(path: Path) -> None:
+    """Each kind finds its own, and reads it back as it was; the operator sees both, of one scope and two variants."""
+    index = ExplainIndex(path, 100)
+    (link,) = links("a")
+    plain, changed = make("one", "mine"), make("one", "mine", "snapkv")
+    index.add([link], plain)
+    index.add([link], changed)
+    assert index.makes(link, plain.shelf) == [plain]
+    assert index.makes(link, changed.shelf) == [changed]
+    assert index.makes(link, None) == [changed, plain]
+    assert plain.differing(changed) == changed.differing(plain) == ("variant",)
+    assert index.holds(link, changed)
+    assert not index.holds(link, make("one", "mine", "other"))
+    index.close()
+
+
+def test_a_variant_is_named_to_a_variant_lookup_and_never_to_an_ordinary_one(path: Path) -> None:
+    """An ordinary lookup of the retained tokens is told "absent"; one of another variant "variant"; the operator always why."""
+    index = ExplainIndex(path, 100)
+    index.add(links("a"), make("one", "mine", "snapkv"))
+    cases = [(make("one", "mine"), ("absent",)), (make("one", "mine", "other"), ("variant",))]
+    for asked, told in cases:
+        question = Question(Links(DOMAIN, makers.tokens("a")), 0, asked)
+        assert judge(index, question, asked.shelf).reasons == told
+        assert judge(index, question, None).reasons == ("variant",)
+    narrow = Question(Links(DOMAIN, makers.tokens("a")), 0, make("one", "my query", "snapkv"))
+    assert judge(index, narrow, narrow.make.shelf).reasons == ("absent",)
+    assert judge(index, narrow, None).reasons == ("scope",)
     index.close()
 
 
@@ -272,19 +305,11 @@ def test_unusable_place_is_no_failure(path: Path) -> None:
     assert not (path.parent / "elsewhere").exists()
 
 
-def test_variant_is_named() -> None:
-    """The one component that no request can differ in yet is named as well, and all of them in the table's order."""
-    parts = make().parts
-    other = Make(parts[:-32] + makers.name("manifest"), make().access)
-    assert make().differing(other) == other.differing(make()) == ("variant",)
-    strangers = make("x", "x").differing(make("y", "y"))
+def test_components_are_named_in_the_tables_order() -> None:
+    """What differs in everything names everything, scope last."""
+    strangers = make("x", "x").differing(make("y", "y", "snapkv"))
     assert strangers[-2:] == ("variant", "scope")
     assert len(strangers) == 10
-    index = ExplainIndex(None, 10)
-    index.add(links("a"), other)
-    verdict = judge(index, Question(Links(DOMAIN, makers.tokens("a")), 0, make()), make().access)
-    assert verdict.reasons == ("variant",)
-    index.close()
 
 
 async def test_index_is_private_and_tells_nothing(folder: Path, start: Start) -> None:

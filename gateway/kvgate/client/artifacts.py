@@ -1,4 +1,4 @@
-"""What a transform is given and what it hands back: sources, prefixes, artifacts, capabilities. Values only: no gateway is asked here."""
+"""What a transform is given and what it hands back: sources, prefixes, artifacts, capabilities. Values; no gateway is asked here."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from kvgate.daemon.secret import load_or_create
 from kvgate.daemon.server import ControlServer
 from kvgate.daemon.service import Service
 from kvgate.daemon.state_dir import StateDir
+from kvgate.daemon.variants import Variants
 from kvgate.daemon.verify import Verify
 from kvgate.daemon.writes import Writes
 from kvgate.storage.backend import PoolInfo, StorageBackend, StorageUnavailable
@@ -59,7 +60,13 @@ class Gateway:
         self._state_dir.acquire()
         try:
             keys = load_or_create(config.secret_path)
-            policy = Policy(keys.secret, config.domain, read_credentials(config.credentials_file))
+            policy = Policy(
+                keys.secret,
+                config.domain,
+                read_credentials(config.credentials_file),
+                config.determined_transform_names(),
+                cross_domain=config.cross_domain,
+            )
             backend = self._backend = self._given or make_backend(config)
             self._registry = Registry(keys.handle, config.chunk_tokens, config.codec, config.numerics_class_names())
             self._leases = LeaseTable(keys.lease, config.max_leases)
@@ -77,6 +84,17 @@ class Gateway:
             self._writes = Writes(
                 backend, self._pool, self._presence, self._explainer, keys.envelope, self._metrics, config.storage_s
             )
+            variants = Variants(
+                config,
+                policy,
+                self._registry,
+                self._leases,
+                self._presence,
+                self._reads,
+                self._writes,
+                self._metrics,
+                keys.capability,
+            )
             service = Service(
                 config,
                 policy,
@@ -88,6 +106,7 @@ class Gateway:
                 self._explainer,
                 self._metrics,
                 extra_handlers={
+                    **variants.handlers(),
                     **Verify(
                         keys.secret, backend, self._leases, self._presence, self._explainer, storage_s=config.storage_s
                     ).handlers(),

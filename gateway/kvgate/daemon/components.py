@@ -9,7 +9,8 @@ from kvgate.contract.encoding import encode
 from kvgate.contract.model import ModelContract, Numerics
 from kvgate.contract.plan import PartitionPlan
 from kvgate.contract.representation import Representation
-from kvgate.storage.envelope import ENVELOPE_BYTES
+from kvgate.contract.request import RequestDescriptor
+from kvgate.storage.envelope import ENVELOPE_BYTES, Components
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,30 @@ def digest_model(model: ModelContract, plan: PartitionPlan | None = None) -> Mod
 
 def _same_split(numerics: Numerics, plan: PartitionPlan) -> bool:
     return (numerics.tensor_parallel, numerics.pipeline_parallel) == (plan.tensor_parallel, plan.pipeline_parallel)
+
+
+def identify(model: ModelDigests, form: StoredForm, access: bytes, variant: bytes) -> tuple[bytes, Components]:
+    """Root and components of a request: the one place where both are put together from the same digests."""
+    root = RequestDescriptor(
+        model=model.model,
+        representation=form.representation_digest,
+        plan=form.plan_digest,
+        access=access,
+        variant=variant,
+    ).root()
+    components = Components(
+        base=model.base,
+        adapter=model.adapter,
+        rope=model.rope,
+        numerics=model.numerics,
+        engine=model.engine,
+        payload_layout=form.layout,
+        codec=form.codec,
+        plan=form.plan_digest,
+        access=access,
+        variant=variant,
+    )
+    return root, components
 
 
 @dataclass(frozen=True, slots=True)

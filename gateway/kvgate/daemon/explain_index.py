@@ -76,7 +76,7 @@ class ExplainIndex:
         """Note that ``make`` is stored under ``links``; what is there already becomes the newest again."""
         number = self._set_number(make.parts)
         # The first chunks of a prompt last: they must not be the first that age pushes out.
-        rows = [(link[:LINK_BYTES], make.access, number) for link in reversed(links)]
+        rows = [(link[:LINK_BYTES], make.shelf, number) for link in reversed(links)]
         before = self._base.total_changes
         self._base.executemany("DELETE FROM entries WHERE link = ? AND access = ? AND parts = ?", rows)
         replaced = self._base.total_changes - before
@@ -120,7 +120,7 @@ class ExplainIndex:
         """Whether exactly this was stored under ``link`` once."""
         found = self._base.execute(
             "SELECT 1 FROM entries JOIN sets ON sets.id = entries.parts WHERE link = ? AND access = ? AND sets.parts = ?",
-            (link[:LINK_BYTES], make.access, make.parts),
+            (link[:LINK_BYTES], make.shelf, make.parts),
         )
         return found.fetchone() is not None
 
@@ -145,7 +145,7 @@ class ExplainIndex:
             f" WHERE link = ?{condition} ORDER BY age DESC LIMIT {MAX_READ}",
             [link[:LINK_BYTES], *values],
         )
-        return [Make(parts, found) for parts, found in rows]
+        return [Make.on(shelf, parts) for parts, shelf in rows]
 
     def _set_number(self, parts: bytes) -> int:
         number = self._sets.get(parts)

@@ -158,7 +158,7 @@ class ExplainThread:
             index.remove(item.links)
             return
         # The requester's answer goes out before anything is looked at that it must not depend on.
-        item.told(judge(index, item.question, item.question.make.access))
+        item.told(judge(index, item.question, item.question.make.shelf))
         item.seen(judge(index, item.question, None))
 
     def _batch(self) -> list[Item]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hmac import compare_digest
 from typing import Final
 
+from kvgate.contract.access import Access
 from kvgate.contract.address import chunk_chain
 from kvgate.contract.digests import DIGEST_BYTES, keyed
 from kvgate.daemon.errors import Refused
@@ -37,11 +38,21 @@ class HeldChunk:
     quarantined: bool = False
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class VariantTerms:
+    """What a lease of a transformed artifact is for: its manifest's digest, its access, and whether it is being published."""
+
+    manifest: bytes
+    access: Access
+    writable: bool
+
+
 @dataclass(eq=False)
 class Lease:
     """One bound request. ``chunks`` are its chunk addresses in order; only they can be acquired or stored under it.
 
-    ``links``: the same chunks in the explain chain. ``unanswered``: storage failed or was late at a lookup, so a miss may be none.
+    ``variant``: None for ordinary KV. ``links``: the same chunks in the explain chain. ``unanswered``: storage failed or was late at a
+    lookup, so a miss may be none.
     """
 
     token: bytes
@@ -52,6 +63,7 @@ class Lease:
     components: Components
     chunks: list[bytes]
     links: Links
+    variant: VariantTerms | None = None
     unanswered: bool = False
     held: dict[int, HeldChunk] = field(default_factory=dict)
     open_loads: int = 0
@@ -65,12 +77,19 @@ class Lease:
         return None if held is None or held.quarantined else held
 
     @property
+    def domain(self) -> bytes:
+        """Id of the isolation domain that its objects lie in."""
+        return self.registration.domain if self.variant is None else self.variant.access.domain
+
+    @property
     def rectangles(self) -> int:
         """Rectangles of the plan: a chunk is a hit only if each is there."""
         return len(self.registration.form.plan.rectangles)
 
     def extend(self, first: int, tokens: bytes) -> None:
         """Append chunks that decoding filled. Repeating what is known is harmless; a gap or other tokens are refused."""
+        if self.variant is not None:
+            raise Refused("denied", "an artifact's chunks are fixed", field="lease", remedy="bind what follows as ordinary KV")
         digests = split(tokens)
         known = len(self.chunks)
         if first > known:
@@ -114,14 +133,16 @@ class LeaseTable:
         root: bytes,
         components: Components,
         tokens: bytes,
+        variant: VariantTerms | None = None,
     ) -> Lease:
         """A new empty lease over the chunks of ``tokens``."""
         if len(self._leases) >= self._max_leases:
             raise Refused("busy", "too many requests are bound", remedy="raise max_leases, or release finished requests")
         name = secrets.token_bytes(LEASE_NAME_BYTES)
         token = name + keyed(self._key, name)[: LEASE_BYTES - LEASE_NAME_BYTES]
-        chunks, links = chunk_chain(root, split(tokens)), Links(registration.domain, tokens)
-        lease = Lease(token, session, registration, adapter, root, components, chunks, links)
+        domain = registration.domain if variant is None else variant.access.domain
+        chunks, links = chunk_chain(root, split(tokens)), Links(domain, tokens)
+        lease = Lease(token, session, registration, adapter, root, components, chunks, links, variant)
         self._leases[token] = lease
         return lease
 

@@ -35,6 +35,9 @@ class Metrics:
             "misses", "Lookups that missed, once under each of their reasons; see docs/explain.md", "reason"
         )
         self.explain_lost = self._counter("explain_lost", "Notes and questions that the explain index did not take", "what")
+        self.variants = self._counter(
+            "variants", "Artifacts of transforms: what became of publishing and binding them", "event"
+        )
         self.deadlines = self._counter("deadlines", "Waits that ended at their deadline", "wait")
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:

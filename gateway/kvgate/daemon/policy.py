@@ -12,8 +12,9 @@ from typing import Any, Final
 from kvgate.config import ConfigError
 from kvgate.contract import keys
 from kvgate.contract.access import Access, Variant
-from kvgate.contract.digests import DIGEST_BYTES
+from kvgate.contract.digests import DIGEST_BYTES, Kind, digest
 from kvgate.contract.errors import ContractError
+from kvgate.contract.manifest import TransformManifest
 from kvgate.daemon.errors import Refused
 from kvgate.protocol.messages import Bind
 
@@ -39,11 +40,26 @@ class Domain:
 
 
 class Policy:
-    """Maps credentials to domains and requests to access records."""
+    """Maps credentials to domains, and requests and manifests to access records."""
 
-    def __init__(self, secret: bytes, default_domain: str, credentials: dict[str, str]) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        default_domain: str,
+        credentials: dict[str, str],
+        determined: frozenset[str] = frozenset(),
+        *,
+        cross_domain: bool = False,
+    ) -> None:
+        """``determined``: transforms (``algorithm@version``) that the operator takes as determined by the prefix alone.
+
+        ``cross_domain``: results of those may be shared between isolation domains too.
+        """
         self._default = _domain(secret, default_domain)
         self._by_credential = {name: _domain(secret, domain) for name, domain in credentials.items()}
+        self._determined = determined
+        key = digest(Kind.SHARED_DOMAIN_KEY, secret)
+        self._shared = Domain(key, keys.domain_id(key)) if cross_domain else None
 
     def domain_of(self, credential: bytes | None) -> Domain:
         """The domain a connection belongs to; raises ``Refused`` for an unknown credential (never a fallback to the default)."""
@@ -67,10 +83,49 @@ class Policy:
 
     @staticmethod
     def variant_of(bind: Bind) -> Variant:
-        """The variant of one request: only ordinary KV is served yet."""
+        """The variant of one request by ``Bind``: always ordinary KV."""
         if bind.manifest is not None:
-            raise Refused("denied", "this gateway serves ordinary KV only", field="manifest", remedy="give null")
+            raise Refused("denied", "a variant is bound by its capability", field="manifest", remedy="send BindVariant")
         return Variant(manifest=None)
+
+    @property
+    def shared(self) -> Domain | None:
+        """The domain that scope ``global`` is in, keyed like any other; None where the operator does not allow it."""
+        return self._shared
+
+    def domain_for(self, domain: Domain, scope: str) -> Domain:
+        """In which domain objects of ``scope`` lie that a connection of ``domain`` asks for; raises ``Refused``."""
+        if scope != "global":
+            return domain
+        if self._shared is None:
+            raise Refused(
+                "denied",
+                "the operator does not allow sharing across domains",
+                field="scope",
+                remedy="use scope prefix; the setting is cross_domain",
+            )
+        return self._shared
+
+    def source_access(self, domain: Domain, salt: bytes | None, scope: str) -> Access:
+        """Under which access the source of a manifest of ``scope`` is named."""
+        wide = "global" if scope == "global" else "prefix"
+        return Access(domain=self.domain_for(domain, scope).id, salt=salt, scope=wide, scope_key=None)
+
+    def variant_access(self, domain: Domain, salt: bytes | None, manifest: TransformManifest, nonce: bytes) -> Access:
+        """The access record of an artifact, as far as its manifest proves that it may be shared; raises ``Refused``.
+
+        ``nonce``: fresh random bytes, used for scope ``request``.
+        """
+        scope = manifest.scope
+        if scope in ("prefix", "global") and manifest.transform not in self._determined:
+            raise Refused(
+                "denied",
+                f"the operator does not take this transform as determined by the prefix alone, so it can't have scope {scope}",
+                field="manifest.scope",
+                remedy="use scope query or request; the setting is determined_transforms",
+            )
+        scope_key = {"request": nonce, "query": manifest.query}.get(scope)
+        return Access(domain=self.domain_for(domain, scope).id, salt=salt, scope=scope, scope_key=scope_key)
 
 
 def read_credentials(path: str) -> dict[str, str]:
@@ -88,8 +143,8 @@ def read_credentials(path: str) -> dict[str, str]:
         raise ConfigError("is not valid JSON, or names a key twice", "credentials_file") from error
     if not isinstance(value, dict):
         raise ConfigError("must be a JSON object of SHA-256 digests and domain names", "credentials_file")
-    for number, (digest, domain) in enumerate(value.items(), 1):
-        if not re.fullmatch(r"[0-9a-f]{64}", digest) or not _is_domain(domain):
+    for number, (name, domain) in enumerate(value.items(), 1):
+        if not re.fullmatch(r"[0-9a-f]{64}", name) or not _is_domain(domain):
             raise ConfigError(
                 f"entry {number} must map 64 lower-case hexadecimal digits to a domain name of at most {keys.MAX_NAME_BYTES} bytes",
                 "credentials_file",

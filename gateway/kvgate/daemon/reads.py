@@ -344,13 +344,13 @@ class Reads:
             log.warning("release.failed", holds=len(holds))
 
     def _refs(self, lease: Lease, index: int) -> list[ObjectRef]:
-        return shard_refs(lease.registration, lease.chunks[index])
+        return shard_refs(lease.registration, lease.chunks[index], lease.domain)
 
 
-def shard_refs(registration: Registration, chunk: bytes) -> list[ObjectRef]:
-    """The stored objects of one chunk, one a rectangle of the plan, in the plan's order."""
+def shard_refs(registration: Registration, chunk: bytes, domain: bytes | None = None) -> list[ObjectRef]:
+    """The stored objects of one chunk, one a rectangle of the plan, in the plan's order. ``domain`` None: the registration's."""
     form = registration.form
     return [
-        ObjectRef(shard_address(chunk, rectangle), object_bytes, registration.domain)
+        ObjectRef(shard_address(chunk, rectangle), object_bytes, domain or registration.domain)
         for rectangle, object_bytes in zip(form.plan.rectangles, form.object_bytes, strict=True)
     ]

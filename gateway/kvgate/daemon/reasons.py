@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from kvgate.contract.access import ORDINARY
 from kvgate.contract.digests import DIGEST_BYTES
 from kvgate.contract.table import COMPONENTS
 from kvgate.daemon.links import Links
@@ -15,7 +16,9 @@ _FIELDS: Final = {name: name.replace(" ", "_") for name in COMPONENTS if name !=
 _NONE: Final = bytes(DIGEST_BYTES)
 """An explicit "none" (no adapter). No digest is all zeros: the contract refuses that."""
 _SHORT_BYTES: Final = 8
+_ORDINARY: Final = ORDINARY.digest()
 SET_BYTES: Final = len(_FIELDS) * DIGEST_BYTES
+_VARIANT_AT: Final = list(_FIELDS).index("variant") * DIGEST_BYTES
 ACCESS_BYTES: Final = 16
 """Half of a digest: a collision would give one miss a wrong name, nothing more."""
 
@@ -33,6 +36,20 @@ class Make:
         digests = [getattr(components, field) or _NONE for field in _FIELDS.values()]
         return cls(b"".join(digests), components.access[:ACCESS_BYTES])
 
+    @classmethod
+    def on(cls, shelf: bytes, parts: bytes) -> Make:
+        """What the index keeps on ``shelf``."""
+        return cls(parts, shelf if _is_ordinary(parts) else _other_side(shelf))
+
+    @property
+    def shelf(self) -> bytes:
+        """Under what the index keeps it: ordinary KV and transformed artifacts of one access lie apart.
+
+        So a lookup of either kind is answered from its own kind alone: that somebody has published a variant of these tokens can't
+        be told from what an ordinary lookup is told, nor from how long that takes.
+        """
+        return self.access if _is_ordinary(self.parts) else _other_side(self.access)
+
     def differing(self, other: Make) -> tuple[str, ...]:
         """Names of the components in which both differ, in the table's order."""
         mine, theirs = self._digests(), other._digests()
@@ -49,8 +66,16 @@ class Make:
         return {name: found[name] for name in COMPONENTS}
 
 
+def _is_ordinary(parts: bytes) -> bool:
+    return parts[_VARIANT_AT : _VARIANT_AT + DIGEST_BYTES] == _ORDINARY
+
+
+def _other_side(access: bytes) -> bytes:
+    return bytes(byte ^ 0xFF for byte in access)
+
+
 class Known(Protocol):
-    """What the index can be asked. ``access`` None: objects of any access of the domain."""
+    """What the index can be asked. ``access``: a shelf of it (``Make.shelf``); None: objects of any access of the domain."""
 
     def holds(self, link: bytes, make: Make) -> bool:
         """Whether exactly this was stored under ``link`` once."""
@@ -93,9 +118,9 @@ UNEXPLAINED: Final = Verdict(("unexplained",))
 
 
 def judge(known: Known, question: Question, access: bytes | None) -> Verdict:
-    """Why it missed, as told to somebody who may know of objects of ``access`` only (None: of the whole domain).
+    """Why it missed, as told to somebody who may know of objects on the shelf ``access`` only (None: of the whole domain).
 
-    Everything that is not of that access is left out before anything else is looked at: it can change neither the answer nor the
+    Everything that is not on it is left out before anything else is looked at: it can change neither the answer nor the
     work done for it.
     """
     links = question.links()
@@ -112,7 +137,7 @@ def judge(known: Known, question: Question, access: bytes | None) -> Verdict:
     makes = known.makes(link, access)
     if access is None:
         # What the requester may have comes first, so that of two equally near objects it is the one that is named.
-        makes = known.makes(link, question.make.access) + makes
+        makes = known.makes(link, question.make.shelf) + makes
     # Where nothing is known the same is asked and compared all the same, with itself: this thread's work delays the requester's next
     # answers, and the operator's verdict may look at what the requester must not learn of.
     nearest = min(makes or [question.make], key=lambda make: len(question.make.differing(make)))

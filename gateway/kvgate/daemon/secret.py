@@ -40,6 +40,11 @@ class DeploymentKeys:
         """Key of the MAC in every lease."""
         return digest(Kind.LEASE_KEY, self.secret)
 
+    @property
+    def capability(self) -> bytes:
+        """Key from which each domain's key of the MAC in variant capabilities is made."""
+        return digest(Kind.CAPABILITY_KEY, self.secret)
+
 
 def load_or_create(path: Path) -> DeploymentKeys:
     """Read the secret, or make it where there is none. Two gateways that start at once end up with the same one."""

@@ -13,7 +13,7 @@ import structlog
 from kvgate import __version__
 from kvgate.config import Config
 from kvgate.contract.record import Record
-from kvgate.contract.request import RequestDescriptor
+from kvgate.daemon.components import identify
 from kvgate.daemon.errors import Refused
 from kvgate.daemon.explain import Explainer, reference
 from kvgate.daemon.leases import Lease, LeaseTable
@@ -28,7 +28,6 @@ from kvgate.daemon.writes import Writes
 from kvgate.protocol import messages
 from kvgate.protocol.catalog import SINCE
 from kvgate.protocol.versions import SCHEMA_VERSIONS, WIRE_VERSIONS, Range, VersionMismatch, negotiate
-from kvgate.storage.envelope import Components
 
 log = structlog.get_logger(__name__)
 
@@ -225,26 +224,7 @@ class Service:
         domain = self._domain(session)
         access = self._policy.access_of(domain, bind).digest()
         variant = self._policy.variant_of(bind).digest()
-        model, form = registration.model_of(bind.adapter), registration.form
-        root = RequestDescriptor(
-            model=model.model,
-            representation=form.representation_digest,
-            plan=form.plan_digest,
-            access=access,
-            variant=variant,
-        ).root()
-        components = Components(
-            base=model.base,
-            adapter=model.adapter,
-            rope=model.rope,
-            numerics=model.numerics,
-            engine=model.engine,
-            payload_layout=form.layout,
-            codec=form.codec,
-            plan=form.plan_digest,
-            access=access,
-            variant=variant,
-        )
+        root, components = identify(registration.model_of(bind.adapter), registration.form, access, variant)
         lease = self._leases.open(session.id, registration, bind.adapter, root, components, bind.tokens)
         present = self._presence.contiguous(lease.chunks, lease.rectangles)
         self._metrics.bound_chunks.labels("known").inc(present)
@@ -304,7 +284,7 @@ class Service:
     def _log_touched(self, event: str, session: Session, lease: Lease, chunks: list[int], **more: list[str]) -> None:
         """For an audit at level debug: which stored objects a worker was let at. Addresses tell nothing but that they are equal."""
         if self._config.log_level == "debug":
-            refs = [shard_refs(lease.registration, lease.chunks[index])[session.rectangle] for index in chunks]
+            refs = [shard_refs(lease.registration, lease.chunks[index], lease.domain)[session.rectangle] for index in chunks]
             shards = [ref.address.hex() for ref in refs]
             log.debug(event, pp_rank=session.rank[0], tp_rank=session.rank[1], chunks=chunks, shards=shards, **more)
 
@@ -325,7 +305,7 @@ class Service:
             )
 
     def _writer(self, session: Session) -> Writer:
-        if session.writer is None or session.registration is None:
+        if session.writer is None:
             raise Refused("denied", "this connection has registered no worker", remedy="send RegisterWorker first")
         return session.writer
 
@@ -351,6 +331,8 @@ async def worker_lease(session: Session, leases: LeaseTable, token: bytes, adapt
     registration, lease = worker_registration(session), leases.get(token)
     if lease.registration is not registration:
         raise Refused("denied", "the lease belongs to another engine", field="lease")
+    if lease.variant is not None and lease.variant.writable:
+        raise Refused("denied", "the lease belongs to a client that publishes", field="lease")
     registration.require_sealed()
     if lease.adapter is not None:
         await registration.wait_adapter(lease.adapter, adapter_wait_s)

@@ -8,6 +8,7 @@ import structlog
 
 from kvgate.contract.digests import SCHEMA
 from kvgate.daemon.background import end_tasks
+from kvgate.daemon.errors import Refused
 from kvgate.daemon.explain import Explainer
 from kvgate.daemon.leases import Lease
 from kvgate.daemon.metrics import Metrics
@@ -47,9 +48,12 @@ class Writes:
 
     async def reserve(self, writer: Writer, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> Reserved:
         """Slots for this worker's shard of each chunk; what is resident already, busy or does not fit is skipped by name."""
+        if lease.variant is not None and not lease.variant.writable:
+            # A variant's own object may be what is asked for, and its bytes may not be what a worker has in its pages.
+            raise Refused("denied", "nothing is stored under a restored variant", field="lease")
         addresses = [lease.chunk(index) for index in chunks]
         links = lease.links.first(max(chunks) + 1)
-        refs = [shard_refs(lease.registration, chunk)[rectangle] for chunk in addresses]
+        refs = [shard_refs(lease.registration, chunk, lease.domain)[rectangle] for chunk in addresses]
         info = self._pool.info
         with self.writers.room(writer, len(chunks)):
             got = await self._backend.reserve(refs, self._storage_s)
