@@ -6,13 +6,15 @@ The scheduler's thread starts things and looks at the results; the waiting happe
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvgate.client import GatewayRefused, GatewayUnavailable
+from kvgate.contract.record import Record
 from kvgate.protocol.messages import Acquire, Acquired, Bind, Bound, Explain, Explained, Extend, Extended, Release
+from kvgate.protocol.variant_messages import BindVariant, ModelOpened, OpenModel, VariantBound
 from kvgate_vllm.session import CALL_S, AdapterBinding, Open, Session, ask
 
 if TYPE_CHECKING:
@@ -29,6 +31,15 @@ LOST: Final = ("revoked", "unsealed")
 
 
 @dataclass(frozen=True, slots=True)
+class VariantBind:
+    """What binds a request to one artifact. ``digests(key)``: the ``t`` of its chunks under another token key."""
+
+    capability: bytes = field(repr=False)
+    scope: str
+    digests: Callable[[bytes], list[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
 class Acquisition:
     """One acquire under way or done."""
 
@@ -41,7 +52,13 @@ class Binding:
     """A bind, and the lease that came of it. Valid while ``session`` still has the same opening."""
 
     def __init__(
-        self, session: Session, opened: Open, adapter: Adapter | None, salt: bytes | None, tokens: list[bytes]
+        self,
+        session: Session,
+        opened: Open,
+        adapter: Adapter | None,
+        salt: bytes | None,
+        tokens: list[bytes],
+        variant: VariantBind | None = None,
     ) -> None:
         self._session = session
         self.opened = opened
@@ -54,6 +71,9 @@ class Binding:
         self.explaining = False
         self.reference = ""
         self.missed: list[str] | None = None
+        self.refused: str | None = None
+        """The field that the gateway refused the bind for; None: it did not."""
+        self._variant = variant
         self._extending = False
         self._extend_failed = False
         self._acquires: list[Acquisition] = []
@@ -115,17 +135,11 @@ class Binding:
         try:
             if adapter is not None:
                 self.adapter = await self._session.register_adapter(self.opened, adapter.digest, adapter.artifacts)
-            message = Bind(
-                handle=self.opened.handle,
-                adapter=self.adapter.digest if self.adapter else None,
-                salt=salt,
-                scope="prefix",
-                scope_key=None,
-                manifest=None,
-                tokens=b"".join(tokens),
-            )
-            bound = cast(Bound, await ask(self._session.client, message))
+            message = await self._message(salt, tokens)
+            bound = cast("Bound | VariantBound", await ask(self._session.client, message))
         except (GatewayRefused, GatewayUnavailable) as error:
+            if isinstance(error, GatewayRefused):
+                self.refused = error.failure.field
             self._note(error)
             return
         self.present, self.probing, self.known = bound.present, bound.probing, len(tokens)
@@ -133,6 +147,31 @@ class Binding:
         self.lease = bound.lease
         if self._released:
             self._session.client.submit(Release(lease=bound.lease), CALL_S)
+
+    async def _message(self, salt: bytes | None, tokens: list[bytes]) -> Record:
+        adapter = self.adapter.digest if self.adapter else None
+        if self._variant is None:
+            return Bind(
+                handle=self.opened.handle,
+                adapter=adapter,
+                salt=salt,
+                scope="prefix",
+                scope_key=None,
+                manifest=None,
+                tokens=b"".join(tokens),
+            )
+        if self._variant.scope == "global":
+            opened = await ask(self._session.client, OpenModel(handle=self.opened.handle, model=None))
+            shared = cast(ModelOpened, opened).shared_token_key
+            # Without a shared key the gateway allows no such artifact, and refuses this one.
+            tokens = tokens if shared is None else self._variant.digests(shared)
+        return BindVariant(
+            handle=self.opened.handle,
+            adapter=adapter,
+            salt=salt,
+            capability=self._variant.capability,
+            tokens=b"".join(tokens),
+        )
 
     async def _acquire(self, message: Acquire, wait_s: float) -> int:
         try:

@@ -20,6 +20,7 @@ from kvgate_vllm.scheduler_side import SchedulerSide
 from kvgate_vllm.session import Session
 from kvgate_vllm.settings import ConnectorSettings, SettingsError, loads_in_background, steps_in_flight
 from kvgate_vllm.state import LOGGER
+from kvgate_vllm.variants import local_variant
 
 if TYPE_CHECKING:
     from kvgate_vllm.worker_side import WorkerSide
@@ -69,6 +70,7 @@ class KVGateConnector(KVConnectorBase_V1):
             may_store=bool(transfer.is_kv_producer),
             evict=self._evict,
         )
+        state.set_failed_requests(side.failed_requests)
         self._session.start()
         return side
 
@@ -203,11 +205,11 @@ class KVGateConnector(KVConnectorBase_V1):
 
 
 def scope_provider(session: Session) -> Any:
-    """Domain and variant of a request, for vLLM's own prefix cache; ``ValueError`` for a variant that can't be served."""
+    """Domain and variant of a request, for vLLM's own prefix cache; ``ValueError`` for one that is not to be cached."""
 
     def scope(request: Any) -> tuple[bytes, bytes]:
         if "kvgate" in (request.kv_transfer_params or {}):
-            raise ValueError("the request asks for a variant, which this connector does not serve")
-        return session.domain or b"no gateway yet", b"ordinary"
+            raise ValueError("the request repeats what an answer reported")
+        return session.domain or b"no gateway yet", local_variant(request)
 
     return scope

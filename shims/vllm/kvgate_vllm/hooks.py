@@ -6,13 +6,12 @@ wrapped, once a process; each call asks first whether this engine has our connec
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from kvgate_vllm import block_hash
+from kvgate_vllm import block_hash, failures
 from kvgate_vllm.adapters import CONFIG_FILE, Binding, adapter_digest
 from kvgate_vllm.block_hash import Construction
 from kvgate_vllm.file_digest import FileWatch
@@ -26,22 +25,10 @@ from kvgate_vllm.loading import (
     state_of_model,
 )
 from kvgate_vllm.state import LOGGER, EngineState, LoadedAdapter, active_state, pin_of
+from kvgate_vllm.variants import is_variant
+from kvgate_vllm.wrapping import wrap
 
 NO_SNAPSHOTS: Final = "adapters cannot be copied for the workers of this engine"
-
-
-def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``wrapper(stock, self, ...)``, once. A method this vLLM does not have is left out."""
-    stock = getattr(owner, name, None)
-    if stock is None or hasattr(stock, "kvgate_stock"):
-        return
-
-    @functools.wraps(stock)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(stock, self, *args, **kwargs)
-
-    method.kvgate_stock = stock  # type: ignore[attr-defined]
-    setattr(owner, name, method)
 
 
 def install_engine_hooks() -> None:
@@ -51,6 +38,7 @@ def install_engine_hooks() -> None:
     if not hasattr(EngineCore, "preprocess_add_request") or not hasattr(EngineCore, "collective_rpc"):
         raise RuntimeError("this vLLM's engine core is not one that kvgate knows (it supports 0.26 to 0.33)")
     block_hash.install()
+    failures.install_scheduler_hook()
     wrap(EngineCore, "preprocess_add_request", _preprocess_add_request)
     wrap(EngineCore, "add_request", _add_request)
     wrap(EngineCore, "add_lora", _add_lora)
@@ -167,7 +155,8 @@ def _skip_prefix_cache(engine: Any) -> None:
     """Requests that are here already must not read blocks of the old weights, also not when they come back from preemption."""
     scheduler = getattr(engine, "scheduler", None)
     for request in list(getattr(scheduler, "requests", {}).values()):
-        request.skip_reading_prefix_cache = True
+        if not is_variant(request):  # vLLM would then compute what a variant request must not; the connector ends it instead
+            request.skip_reading_prefix_cache = True
 
 
 def _collective_rpc(stock: Callable[..., Any], self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:

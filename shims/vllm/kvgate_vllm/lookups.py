@@ -126,7 +126,7 @@ class Lookups:
         now = self._clock()
         if track.lookup_until is None:
             track.lookup_until = max(now, track.bind_until) + self._settings.acquire_ms / 1000
-        if not self._nearly_done(binding.done):
+        if not self.nearly_done(binding.done):
             return self._later(track, track.bind_until)
         if binding.lost:
             track.outcome = "no gateway"
@@ -138,7 +138,7 @@ class Lookups:
         acquisition = binding.acquire(first, last, max(0.001, track.lookup_until - now))
         if acquisition is None:
             return first
-        if not self._nearly_done(acquisition.reply):
+        if not self.nearly_done(acquisition.reply):
             return self._later(track, track.lookup_until)
         if acquisition.reply.cancelled() or acquisition.reply.exception(0) is not None:
             return first  # logged where it happened
@@ -150,7 +150,7 @@ class Lookups:
         track.outcome = "deadline"
         return 0
 
-    def _nearly_done(self, future: Future[Any]) -> bool:
+    def nearly_done(self, future: Future[Any]) -> bool:
         """Whether it is done, or gets done within the grace: a local round trip ends sooner than the next step begins."""
         if future.done() or self._grace_left_s <= 0:
             return future.done()

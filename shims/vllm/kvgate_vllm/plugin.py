@@ -2,7 +2,8 @@
 
 ``register`` runs in every vLLM process, before any configuration exists. It only puts watching loaders in place (they ask the
 configuration at load time and do nothing without our connector), and only once vLLM's loader package is imported, so that a
-front end does not pay for importing it. Everything else waits for the connector's constructor.
+front end does not pay for importing it; the front end of an API server is made to pass on the errors of variant requests. Everything
+else waits for the connector's constructor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from kvgate_vllm import extras, hooks, loading
+from kvgate_vllm import extras, failures, hooks, loading
 from kvgate_vllm.adapters import AdapterSnapshots, Limits
 from kvgate_vllm.state import CONNECTOR_NAME, LOGGER, EngineState, engine_state
 
@@ -39,6 +40,7 @@ def register() -> None:
     if not _registered:
         _registered = True
         after_import(LOADER_PACKAGE, loading.register_loaders)
+        after_import(failures.FRONT_END, failures.install_front_end_hook)
 
 
 def attach_scheduler(vllm_config: Any) -> EngineState:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Final
 
-from kvgate_vllm.capture import wish_of
+from kvgate_vllm import capture, variants
 from kvgate_vllm.chunks import chunk_blocks
 from kvgate_vllm.lookups import MISS, Lookups
 from kvgate_vllm.metadata import AdapterRef, LoadOp, LoadResult, StepMetadata, WorkerReport
@@ -19,6 +19,7 @@ from kvgate_vllm.settings import ConnectorSettings
 from kvgate_vllm.state import EngineState
 from kvgate_vllm.stores import StorePlanner
 from kvgate_vllm.tracking import Track
+from kvgate_vllm.variant_lookups import VariantLookups
 
 WHOLE: Final = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 """Ends after which what the request computed is worth storing."""
@@ -65,6 +66,17 @@ class SchedulerSide:
             in_background=in_background,
             in_step_allowed=in_step_allowed,
         )
+        self._variant_lookups = VariantLookups(
+            session,
+            state,
+            settings,
+            clock,
+            self._lookups.nearly_done,
+            block_tokens=block_tokens,
+            in_background=in_background,
+            in_step_allowed=in_step_allowed,
+        )
+        self._variants: dict[str, Track] = {}
         self._stores = StorePlanner(session, state, self._lookups, lambda: next(self._numbers), block_tokens=block_tokens)
         self._tracks: dict[str, Track] = {}
         self._finishing: dict[str, Track] = {}
@@ -88,14 +100,23 @@ class SchedulerSide:
             adapter=AdapterRef(adapter.int_id, adapter.digest) if adapter else None,
             salt=request.cache_salt,
             inputs=self._state.inputs_of(request),
-            capture=wish_of(request, bool(self._settings.capture_queries)),
+            variant=variants.wish_of(request),
         )
         self._tracks[track.request_id] = track
-        self._lookups.arrive(track)
+        if track.variant is None:
+            track.capture = capture.wish_of(request, bool(self._settings.capture_queries))
+            self._lookups.arrive(track)
+            return
+        if not self._may_load:
+            track.fail_variant(variants.NOT_A_CONSUMER)
+        self._variants[track.request_id] = track
+        self._variant_lookups.arrive(track, track.variant)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """vLLM's question how many tokens beyond ``local_tokens`` can be restored."""
         track = self._tracks.get(request.request_id)
+        if track is not None and track.variant is not None:
+            return self._variant_lookups.matched_tokens(track, track.variant, local_tokens)
         if track is None or not self._may_load:
             return MISS
         return self._lookups.matched_tokens(track, local_tokens)
@@ -243,15 +264,22 @@ class SchedulerSide:
             if at is None:
                 continue
             wrong.update(track.blocks[at:])
+            track.fail_variant(variants.LOAD_ERROR)
             if invalid.isdisjoint(track.load_blocks):
                 # It shares a block with the loader, and goes on with it as if it were right.
                 track.tainted = True
         # vLLM leaves them in its prefix cache, where a new request could find them before they were computed again.
         self._evict(wrong)
 
+    def failed_requests(self) -> dict[str, dict[str, Any]]:
+        """Variant requests that must end with an error now, and what their clients are told."""
+        failed = {name: track for name, track in self._variants.items() if track.variant is not None and track.variant.failure}
+        return {name: {"kvgate": track.report()} for name, track in failed.items()}
+
     def finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended. True: its blocks stay until the workers report it in ``finished_sending``."""
         track = self._tracks.pop(request.request_id, None)
+        self._variants.pop(request.request_id, None)
         if track is None:
             return False, None
         whole = request.status.name in WHOLE

@@ -96,6 +96,7 @@ class EngineState:
         self._weights = WeightsReport((), "no covered loader has loaded weights in this process", 0)
         self._epoch = 0
         self._scope: ScopeProvider | None = None
+        self._failed: Callable[[], dict[str, dict[str, Any]]] | None = None
         self._loaded: OrderedDict[int, LoadedAdapter] = OrderedDict()
         self._logged: set[str] = set()
         self._model: weakref.ref[Any] | None = None
@@ -159,6 +160,14 @@ class EngineState:
         """``provider(request) -> (domain, variant)``, each 1 to 64 bytes; asked once a request, must not block."""
         with self._lock:
             self._scope = provider
+
+    def set_failed_requests(self, failed: Callable[[], dict[str, dict[str, Any]]]) -> None:
+        """``failed()`` names, after each step, the requests to end with an error, and what to tell their clients."""
+        self._failed = failed
+
+    def failed_requests(self) -> dict[str, dict[str, Any]]:
+        """Requests that must end with an error now."""
+        return {} if self._failed is None else self._failed()
 
     def scope_of(self, request: Any) -> tuple[bytes, bytes]:
         """Domain and variant of a request under construction. Raises ``ValueError`` for an answer of the wrong form."""

@@ -41,8 +41,8 @@ class StorePlanner:
         return track.stored < confirmed and (pending or known > track.stored)
 
     def _storable(self, track: Track) -> bool:
-        if track.tainted or track.uncacheable is not None:
-            return False
+        if track.tainted or track.uncacheable is not None or track.variant is not None:
+            return False  # what is decoded from a variant belongs to no ordinary prefix
         if not track.chunk_tokens:
             # The request came before the gateway did.
             opened = self._session.current()

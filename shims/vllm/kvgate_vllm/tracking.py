@@ -10,6 +10,7 @@ from kvgate_vllm.capture import CaptureWish
 from kvgate_vllm.chunks import confirmed_tokens
 from kvgate_vllm.extras import Inputs, chunk_digests
 from kvgate_vllm.metadata import AdapterRef, LoadOp, StoreOp
+from kvgate_vllm.variants import LOAD_ERROR, VariantWish, message
 
 
 @dataclass(eq=False)
@@ -43,6 +44,7 @@ class Track:
     load_failed: bool = False
     outcome: str = "short"
 
+    variant: VariantWish | None = None
     capture: CaptureWish | None = None
     blocks: list[int] = field(default_factory=list)
     stored: int = 0
@@ -97,12 +99,21 @@ class Track:
         # The lease still holds the bad chunk: asked again, it would be promised again.
         self.load_failed = self.load_failed or failed is not None
         self.outcome = "load error" if self.load_failed else "hit"
+        if failed is not None:
+            self.fail_variant(LOAD_ERROR)
         if failed is not None and self.binding is not None:
             self.binding.explain(again=True)
+
+    def fail_variant(self, reason: str) -> None:
+        """A variant request can't be served any more: it ends with the first such reason. Other requests go on without the cache."""
+        if self.variant is not None and self.variant.failure is None:
+            self.variant.failure = reason
 
     def report(self) -> dict[str, Any]:
         """What the client of the request is told; ``reference`` and ``miss`` only where something was missing."""
         told: dict[str, Any] = {"restored_tokens": self.restored_tokens, "outcome": self.outcome}
+        if self.variant is not None and self.variant.failure is not None:
+            told["outcome"], told["error"] = "variant failed", message(self.variant.failure)
         if self.capture is not None:
             told["capture"] = self.capture.reference
         if self.outcome == "short":
