@@ -16,6 +16,7 @@ _HOST_REGISTER_PORTABLE = 1
 _HOST_REGISTER_MAPPED = 2
 _ALREADY_REGISTERED = 712
 _IPC_LAZY_PEER_ACCESS = 1
+_RANGE_START, _RANGE_SIZE = 11, 12
 IPC_HANDLE_BYTES = 64
 
 
@@ -42,6 +43,7 @@ def library() -> C.CDLL:
     cuda.cuModuleGetFunction.argtypes = [C.c_void_p, C.c_void_p, C.c_char_p]
     cuda.cuCtxSetCurrent.argtypes = [C.c_void_p]
     cuda.cuMemGetAddressRange_v2.argtypes = [C.c_void_p, C.c_void_p, C.c_uint64]
+    cuda.cuPointerGetAttribute.argtypes = [C.c_void_p, C.c_int, C.c_uint64]
     cuda.cuIpcGetMemHandle.argtypes = [C.c_void_p, C.c_uint64]
     cuda.cuIpcOpenMemHandle_v2.argtypes = [C.c_void_p, _IpcHandle, C.c_uint]
     cuda.cuIpcCloseMemHandle.argtypes = [C.c_uint64]
@@ -118,7 +120,9 @@ def unlock_pages(address: int) -> None:
 def allocation(address: int) -> tuple[int, int]:
     """Where the device allocation that holds ``address`` begins, and its bytes. Also for memory opened by ``open_memory``."""
     base, size = C.c_uint64(), C.c_size_t()
-    check(library().cuMemGetAddressRange_v2(C.byref(base), C.byref(size), address), "cuMemGetAddressRange")
+    if library().cuMemGetAddressRange_v2(C.byref(base), C.byref(size), address):
+        check(library().cuPointerGetAttribute(C.byref(base), _RANGE_START, address), "cuPointerGetAttribute")
+        check(library().cuPointerGetAttribute(C.byref(size), _RANGE_SIZE, address), "cuPointerGetAttribute")
     return base.value, size.value
 
 

@@ -61,7 +61,7 @@ def device_name(device: torch.device) -> str:
     """``"cpu"``, or the UUID by which the driver knows a GPU, whatever number it has in this process."""
     if device.type != "cuda":
         return CPU_DEVICE
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> StorageExport:

@@ -149,6 +149,7 @@ def _import_cuda(
         for address, _ in opened.values():
             driver.close_memory(address)
         opened.clear()
+        torch.cuda.empty_cache()  # stages too, for the engines
 
     found = []
     try:
@@ -161,7 +162,10 @@ def _import_cuda(
             if export.offset_bytes + export.storage_bytes > size:
                 raise ImportRefused("the device memory is smaller than the export says")
             memory = _Bytes(address + export.offset_bytes, export.storage_bytes)
-            found.append(torch.as_tensor(memory, device=device))
+            tensor = torch.as_tensor(memory, device=device)
+            if tensor.data_ptr() != address + export.offset_bytes:
+                raise ImportRefused("the device memory lies on another device than its export says")
+            found.append(tensor)
     except BaseException:
         found.clear()
         close()

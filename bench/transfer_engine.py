@@ -1,0 +1,189 @@
+"""The engine's side of the transfer bench: a process with KV pages on the device, told over a pipe what to do, one thing at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvgate_kernels import PageGeometry, PageLayout
+from kvgate_kernels.export import export_pages
+
+BLOCK_TOKENS = 16
+CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The pages of one engine: blocks for ``chunks`` chunks in every layer."""
+
+    device: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    chunks: int
+    matmul: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks a layer."""
+        return self.chunks * (CHUNK_TOKENS // BLOCK_TOKENS)
+
+    def geometry(self) -> PageGeometry:
+        """As the kernels know it: vLLM's NHD pages, K and V of a token side by side."""
+        return PageGeometry(PageLayout.GPU_NHD_PACKED, self.layers, self.kv_heads, self.head_dim, BLOCK_TOKENS, "bfloat16")
+
+
+class Engine:
+    """Pages, and what an engine does beside transfers. Each method answers one command."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._device = torch.device(shape.device)
+        self._cuda = self._device.type == "cuda"
+        size = (shape.blocks, BLOCK_TOKENS, shape.kv_heads, 2 * shape.head_dim)
+        made = [torch.zeros(size, dtype=torch.bfloat16, device=self._device) for _ in range(shape.layers)]
+        # As vLLM registers them: an HND-looking shape over NHD memory.
+        self.pages = [tensor.transpose(1, 2) for tensor in made]
+        self._saved: list[torch.Tensor] = []
+        self._event: Any = None
+        self._copy: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._pool: torch.Tensor | None = None
+
+    def export(self) -> bytes:
+        """The pages' export, encoded."""
+        return export_pages(self._shape.geometry(), self.pages).encode()
+
+    def fill(self, seed: int) -> None:
+        """Other bytes in all pages, kept to compare with."""
+        torch.manual_seed(seed)
+        self._saved = []
+        for page in self.pages:
+            page.normal_()
+            self._saved.append(page.clone())
+        self._sync()
+
+    def clear(self) -> None:
+        """Zero all pages."""
+        for page in self.pages:
+            page.zero_()
+        self._sync()
+
+    def intact(self) -> bool:
+        """Whether the pages hold again what ``fill`` put there."""
+        return all(torch.equal(page, saved) for page, saved in zip(self.pages, self._saved, strict=True))
+
+    def late_fill(self, seed: int, products: int) -> bytes | None:
+        """Queue work of some hundred ms, then other bytes in all pages; the handle of the event behind both, without waiting."""
+        torch.manual_seed(seed)
+        self._multiply(products)
+        self._saved = []
+        for page in self.pages:
+            page.normal_()
+            self._saved.append(page.clone())
+        if not self._cuda:
+            return None
+        if self._event is None:
+            self._event = torch.cuda.Event(enable_timing=False, interprocess=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+        return bytes(self._event.ipc_handle())
+
+    def slots_equal(self, pool: str, pool_bytes: int, offsets: Sequence[int], tables: Sequence[Sequence[int]]) -> bool:
+        """Whether raw payloads in the pool are what torch makes of the pages, in the canonical order."""
+        if self._pool is None:
+            with Path("/dev/shm", pool).open("rb") as file:
+                self._pool = torch.frombuffer(
+                    mmap.mmap(file.fileno(), pool_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8
+                )
+        dim = self._shape.head_dim
+        for offset, table in zip(offsets, tables, strict=True):
+            want = []
+            for page in self.pages:
+                tokens = page[torch.tensor(table, device=self._device)].transpose(1, 2).flatten(0, 1)  # token, head, K then V
+                want += [tokens[..., :dim].transpose(0, 1), tokens[..., dim:].transpose(0, 1)]
+            flat = torch.stack(want).contiguous().flatten().view(torch.uint8).cpu()
+            if not torch.equal(flat, self._pool[offset : offset + flat.numel()]):
+                return False
+        return True
+
+    def copy(self, to_host: bool, nbytes: int) -> float:
+        """Seconds of one plain copy of ``nbytes`` between device and page-locked host memory: the limit."""
+        if self._copy is None or self._copy[0].numel() != nbytes:
+            self._copy = None
+            host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+            self._copy = host, torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        host, device = self._copy
+        self._sync()
+        begin = time.perf_counter()
+        if to_host:
+            host.copy_(device, non_blocking=True)
+        else:
+            device.copy_(host, non_blocking=True)
+        self._sync()
+        return time.perf_counter() - begin
+
+    def matmul(self, products: int) -> float:
+        """Seconds for so many square bf16 products in a row."""
+        self._sync()
+        begin = time.perf_counter()
+        self._multiply(products)
+        self._sync()
+        return time.perf_counter() - begin
+
+    def free_bytes(self) -> int:
+        """Free memory of the device, as the driver says; 0 on a CPU."""
+        if not self._cuda:
+            return 0
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0])
+
+    def describe(self) -> dict[str, str | int]:
+        """The GPU, for the records."""
+        if not self._cuda:
+            return {"gpu": "none", "cuda": "none"}
+        found = torch.cuda.get_device_properties(0)
+        return {"gpu": found.name, "gpu_memory_gib": found.total_memory >> 30, "cuda": str(torch.version.cuda)}
+
+    def _multiply(self, products: int) -> None:
+        if self._operands is None:
+            size = self._shape.matmul
+            a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=self._device) for _ in range(2))
+            self._operands = a, b, torch.empty_like(a)
+        a, b, out = self._operands
+        for _ in range(products):
+            torch.matmul(a, b, out=out)
+
+    def _sync(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+def serve(pipe: Connection, shape: Shape) -> None:
+    """Entry of the process: answers ``(method, arguments)`` with ``(ok, result or traceback)`` until the pipe closes."""
+    # Dies with the bench, however that ends.
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+    try:
+        engine = Engine(shape)
+        pipe.send((True, os.getpid()))
+    except Exception:  # noqa: BLE001
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(engine, method)(*arguments)))
+        except Exception:  # noqa: BLE001
+            pipe.send((False, traceback.format_exc()))

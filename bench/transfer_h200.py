@@ -1,0 +1,429 @@
+"""Times gateway-driven transfers on a GPU: a real engine process with pages of an 8B model, the real transfer process, a pool.
+
+    PYTHONPATH=$PWD/gateway:$PWD/bindings:$PWD python3 -m bench.transfer_h200 --out FOLDER --commit HASH
+
+Bytes are payload bytes counted once, k16v8 in the raw bytes that they stand for. The limit is one cudaMemcpyAsync of the payload bytes
+between device memory and cudaMallocHost memory, in turns with ours. Every case runs even if another fails; a failure is printed
+and makes the exit code 1. ``--device cpu`` runs the same on small pages without a GPU, to try the program itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from bench import records
+from bench.kernels_common import Beside, Report, finish
+from bench.transfer_engine import BLOCK_TOKENS, CHUNK_TOKENS, Shape, serve
+from kvgate.storage.backend import PoolInfo, Slot
+from kvgate.storage.pool import ALIGN_BYTES, PoolMapping, create_pool, unlink_pool
+from kvgate.transfer import (
+    MoveRefused,
+    MoveSpec,
+    PageExport,
+    PageHandle,
+    PayloadShape,
+    TransferUnavailable,
+    WorkerProcess,
+)
+from kvgate.transfer.supervisor import TransferProcesses
+
+CALL_S = 60.0
+MOVE_S = 20.0
+GENERATION = 1
+SLACK_BYTES = 256 << 20
+"""Device memory that may differ between two looks without anything being leaked."""
+
+
+class EngineProcess:
+    """The engine: commands one at a time, each with a deadline."""
+
+    def __init__(self, shape: Shape) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, shape), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid = self._result()
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """The answer; raises ``RuntimeError`` with the engine's traceback."""
+        self._pipe.send((method, arguments))
+        return self._result()
+
+    async def ask(self, method: str, *arguments: object) -> Any:
+        """``call`` beside the event loop."""
+        return await asyncio.to_thread(self.call, method, *arguments)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self._process.kill()
+        self._process.join(20)
+
+    def _result(self) -> Any:
+        if not self._pipe.poll(CALL_S):
+            raise RuntimeError("the engine does not answer")
+        good, result = self._pipe.recv()
+        if not good:
+            raise RuntimeError(f"in the engine: {result}")
+        return result
+
+
+class Bench:
+    """One run: the engine, the pool, and a supervisor with a transfer process of each kind that is compared."""
+
+    def __init__(self, shape: Shape, runs: int, report: Report) -> None:
+        self.shape = shape
+        self.runs = runs
+        self.report = report
+        self.failures = 0
+        self.movers: dict[str, TransferProcesses] = {}
+        self.handles: dict[tuple[str, str], PageHandle] = {}
+        raw = shape.layers * 2 * shape.kv_heads * CHUNK_TOKENS * shape.head_dim * 2
+        self.payload_bytes = raw
+        slot = -(-raw // ALIGN_BYTES) * ALIGN_BYTES
+        self.pool = PoolInfo(f"kvgate_bench_{os.getpid()}", slot * shape.chunks, ALIGN_BYTES, GENERATION)
+        per_chunk = CHUNK_TOKENS // BLOCK_TOKENS
+        # Blocks in a scattered order: as after hours of serving, and the same in every run.
+        order = [index * 7919 % shape.blocks for index in range(shape.blocks)]
+        self.tables = [order[at : at + per_chunk] for at in range(0, shape.blocks, per_chunk)]
+        self.moves = [MoveSpec(index * slot, struct.pack(f"<{per_chunk}I", *table)) for index, table in enumerate(self.tables)]
+        self.used_mib = gpu_used_mib()
+        self.engine: EngineProcess
+
+    async def start(self) -> None:
+        """Pool, engine and transfer processes, all at once."""
+        descriptor = create_pool(self.pool.name, self.pool.pool_bytes)
+        os.close(descriptor)
+        kinds: dict[str, dict[str, Any]] = {"staged": {}, "stages8": {"stages": 8}, "direct": {"direct": True}}
+        self.engine = await asyncio.to_thread(EngineProcess, self.shape)
+        self.export = PageExport.decode(await self.engine.ask("export"))
+        for kind, options in kinds.items():
+            mover = self.movers[kind] = TransferProcesses(f"bench{kind}{os.getpid()}", **options)
+            await mover.start()
+            mover.use_pool(self.pool)
+        await asyncio.gather(*(self.attach(kind, "raw") for kind in kinds))
+        await self.attach("staged", "k16v8")
+        for (kind, codec), handle in self.handles.items():
+            print(f"{kind} {codec}: {handle.backend} ({handle.reason})", flush=True)
+
+    async def attach(self, kind: str, codec: str) -> PageHandle:
+        """Attach the engine's pages in the process of that kind."""
+        worker = WorkerProcess(self.engine.pid, os.getuid())
+        shape = PayloadShape(chunk_tokens=CHUNK_TOKENS, codec=codec)
+        handle = await self.movers[kind].attach(self.export, shape, worker, CALL_S)
+        self.handles[kind, codec] = handle
+        return handle
+
+    async def stop(self) -> None:
+        """End everything that still runs, and remove the pool."""
+        for mover in self.movers.values():
+            await mover.stop()
+        if hasattr(self, "engine"):
+            self.engine.kill()
+        unlink_pool(self.pool.name)
+
+    async def case(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run one case; a failure is told and does not end the others."""
+        begin = time.perf_counter()
+        try:
+            async with asyncio.timeout(CALL_S):
+                await work()
+        except Exception:  # noqa: BLE001
+            self.failures += 1
+            print(f"FAILED {work.__name__}\n{traceback.format_exc()}", flush=True)
+        print(f"-- {work.__name__}: {time.perf_counter() - begin:.1f} s", flush=True)
+
+    async def move(self, way: str, kind: str, codec: str, moves: Sequence[MoveSpec], digest: bool) -> float:
+        """Seconds of one pack or unpack, from asking to the answer."""
+        mover, handle = self.movers[kind], self.handles[kind, codec]
+        begin = time.perf_counter()
+        if way == "store":
+            await mover.pack(handle, GENERATION, moves, MOVE_S, digest=digest)
+        else:
+            await mover.unpack(handle, GENERATION, moves, MOVE_S, digest=digest)
+        return time.perf_counter() - begin
+
+    # The cases.
+
+    async def right_bytes(self) -> None:
+        """Payloads are what torch makes of the pages; digests are theirs; unpacking gives the pages back; every kind alike."""
+        for kind in self.movers:
+            handle = self.handles[kind, "raw"]
+            await self.engine.ask("fill", 1)
+            packed = await self.movers[kind].pack(handle, GENERATION, self.moves, MOVE_S)
+            some = range(0, len(self.moves), max(1, len(self.moves) // 8))
+            offsets = [self.moves[index].offset for index in some]
+            same = await self.engine.ask(
+                "slots_equal", self.pool.name, self.pool.pool_bytes, offsets, [self.tables[index] for index in some]
+            )
+            require(same, f"{kind}: a payload is not what the pages hold")
+            with PoolMapping.open(self.pool) as mapping:
+                for index in some:
+                    payload = mapping.slice(Slot(self.moves[index].offset, self.payload_bytes))
+                    require(blake3(payload).digest() == packed[index].digest, f"{kind}: a digest is wrong")
+                    del payload
+            await self.engine.ask("clear")
+            digests = await self.movers[kind].unpack(handle, GENERATION, self.moves, MOVE_S)
+            require(digests == [one.digest for one in packed], f"{kind}: a load has other digests than the store")
+            require(await self.engine.ask("intact"), f"{kind}: the pages are not what they were")
+
+    async def behind_the_engine(self) -> None:
+        """A store asked for while the engine still computes holds what the engine writes last, not what was there before."""
+        handle = self.handles["staged", "raw"]
+        await self.engine.ask("fill", 2)
+        ready = await self.engine.ask("late_fill", 3, 200 if self.shape.device == "cuda" else 1)
+        await self.movers["staged"].pack(handle, GENERATION, self.moves, MOVE_S, ready=ready)
+        await self.engine.ask("clear")
+        await self.movers["staged"].unpack(handle, GENERATION, self.moves, MOVE_S)
+        require(await self.engine.ask("intact"), "the store did not wait for the engine")
+
+    async def rates(self) -> None:
+        """The budgets: raw and k16v8, both ways, with and without digests."""
+        raw_taken: dict[str, list[float]] = {}
+        total = len(self.moves) * self.payload_bytes
+        for codec in ("raw", "k16v8"):
+            for way in ("store", "load"):
+                for digest in (False, True):
+                    taken, limit = await self.in_turns(way, "staged", codec, digest)
+                    name = f"transfer.{way}.{codec}{'.digest' if digest else ''}.h200"
+                    beside = Beside("pinned cudaMemcpyAsync", total, limit)
+                    if codec == "raw" and not digest:
+                        raw_taken[way] = taken
+                    peer = Beside("raw transfer", total, raw_taken[way]) if codec != "raw" and not digest else None
+                    self.report.rate(name, total, taken, limit=beside, peer=peer)
+
+    async def ways_of_copying(self) -> None:
+        """Staged copies against kernels that reach into host memory themselves, and against a deeper stage ring."""
+        total = len(self.moves) * self.payload_bytes
+        for kind in ("direct", "stages8"):
+            for way in ("store", "load"):
+                taken, limit = await self.in_turns(way, kind, "raw", False)
+                staged = [await self.move(way, "staged", "raw", self.moves, False) for _ in range(len(taken))]
+                beside = Beside("pinned cudaMemcpyAsync", total, limit)
+                self.report.rate(
+                    f"transfer.{way}.raw.{kind}.h200", total, taken, limit=beside, peer=Beside("staged", total, staged)
+                )
+
+    async def in_turns(self, way: str, kind: str, codec: str, digest: bool) -> tuple[list[float], list[float]]:
+        """Seconds of ours and of the plain copy, run by run, in turns; the first of each does not count."""
+        taken, limit = [], []
+        nbytes = len(self.moves) * self.payload_bytes
+        for run in range(self.runs + 1):
+            plain = await self.engine.ask("copy", way == "store", nbytes)
+            ours = await self.move(way, kind, codec, self.moves, digest)
+            if run:
+                limit.append(plain)
+                taken.append(ours)
+        return taken, limit
+
+    async def both_ways(self) -> None:
+        """Stores and loads at once: neither waits for the other."""
+        half = len(self.moves) // 2
+        total = half * self.payload_bytes
+        alone, beside = [], []
+        for _ in range(self.runs):
+            alone.append(await self.move("load", "staged", "raw", self.moves[:half], True))
+            both = await asyncio.gather(
+                self.move("load", "staged", "raw", self.moves[:half], True),
+                self.move("store", "staged", "raw", self.moves[half:], True),
+            )
+            beside.append(both[0])
+        self.report.rate("transfer.load.raw.beside-store.h200", total, beside, peer=Beside("load alone", total, alone))
+
+    async def one_chunk(self) -> None:
+        """What one chunk takes, asked and answered."""
+        for way in ("store", "load"):
+            taken = [1e3 * await self.move(way, "staged", "raw", self.moves[:1], True) for _ in range(5 * self.runs)]
+            self.report.number(f"transfer.{way}.one-chunk.h200", "ms", taken)
+
+    async def interference(self) -> None:
+        """How much products in the engine slow down while stores and loads run all the time; and what those then reach."""
+        products = 60 if self.shape.device == "cuda" else 2
+        await self.engine.ask("matmul", products)
+        for kind in ("staged", "stages8", "direct"):
+            slowdowns: list[float] = []
+            rates: list[float] = []
+            for _ in range(min(5, self.runs)):
+                alone = statistics.median([await self.engine.ask("matmul", products) for _ in range(3)])
+                stop = asyncio.Event()
+                loops = [asyncio.create_task(self.keep_moving(way, kind, stop)) for way in ("store", "load")]
+                await asyncio.sleep(0.05)
+                begin = time.perf_counter()
+                beside = statistics.median([await self.engine.ask("matmul", products) for _ in range(3)])
+                stop.set()
+                moved = sum(await asyncio.gather(*loops))
+                rates.append((time.perf_counter() - begin + 0.05) / max(1, moved))
+                slowdowns.append(max(0.0, (beside / alone - 1) * 100))
+            suffix = "" if kind == "staged" else f".{kind}"
+            self.report.number(f"transfer.interference{suffix}.h200", "%", slowdowns, limit=3.0)
+            self.report.rate(f"transfer.beside-matmul{suffix}.h200", self.payload_bytes, rates)
+
+    async def keep_moving(self, way: str, kind: str, stop: asyncio.Event) -> int:
+        """Move half of the chunks again and again; how many were moved."""
+        half = len(self.moves) // 2
+        mine = self.moves[:half] if way == "load" else self.moves[half:]
+        moved = 0
+        while not stop.is_set():
+            await self.move(way, kind, "raw", mine, True)
+            moved += len(mine)
+        return moved
+
+    def begin_stores(self) -> list[asyncio.Task[Any]]:
+        """More stores than are done before something is killed."""
+        mover, handle = self.movers["staged"], self.handles["staged", "raw"]
+        return [asyncio.create_task(mover.pack(handle, GENERATION, self.moves, MOVE_S)) for _ in range(32)]
+
+    async def killed_process(self) -> None:
+        """kill -9 of the transfer process in the middle of a store: the call says so, memory comes back, the next one serves."""
+        await self.engine.ask("fill", 4)
+        for kind in ("stages8", "direct"):
+            await self.movers[kind].stop()
+        before = await self.engine.ask("free_bytes")
+        mover, handle = self.movers["staged"], self.handles["staged", "raw"]
+        calls = self.begin_stores()
+        await asyncio.sleep(0.01)
+        os.kill(handle.pid, signal.SIGKILL)
+        ended = outcomes(await asyncio.gather(*calls, return_exceptions=True))
+        print(f"   stores under way: {ended}")
+        require("TransferUnavailable" in ended, "no call was lost")
+        require(not runs_still(handle.pid), "the process is still there after its calls have ended")
+        again = await self.attach("staged", "raw")
+        require(again.pid != handle.pid, "the same process")
+        await mover.pack(again, GENERATION, self.moves, MOVE_S)
+        await self.engine.ask("clear")
+        await mover.unpack(again, GENERATION, self.moves, MOVE_S)
+        require(await self.engine.ask("intact"), "the pages are not what they were")
+        try:
+            await mover.pack(handle, GENERATION, self.moves[:1], MOVE_S)
+        except TransferUnavailable:
+            pass
+        else:
+            raise AssertionError("a handle of the lost process is still good")
+        after = await self.engine.ask("free_bytes")
+        print(f"   device memory free before {before >> 20} MiB, with the next process {after >> 20} MiB")
+        require(before - after < SLACK_BYTES, "device memory is lost")
+
+    async def killed_engine(self) -> None:
+        """kill -9 of the engine in the middle of a store: the process outlives it, and gives its memory back on detach."""
+        mover, handle = self.movers["staged"], self.handles["staged", "raw"]
+        calls = self.begin_stores()
+        await asyncio.sleep(0.01)
+        held = gpu_used_mib()
+        self.engine.kill()
+        ended = outcomes(await asyncio.gather(*calls, return_exceptions=True))
+        print(f"   stores under way: {ended}")
+        attached = gpu_used_mib()
+        await mover.detach(handle)
+        detached = gpu_used_mib()
+        require(runs_still(handle.pid), "the transfer process did not outlive the engine")
+        try:
+            await mover.pack(handle, GENERATION, self.moves[:1], MOVE_S)
+        except (TransferUnavailable, MoveRefused):
+            pass
+        else:
+            raise AssertionError("detached pages are still moved")
+        await mover.stop()
+        left = gpu_used_mib()
+        print(
+            f"   GPU memory in use: {held} MiB with the engine, {attached} when it was dead and its pages attached, "
+            f"{detached} when they were detached, {left} when the transfer process had ended"
+        )
+        require(not runs_still(handle.pid), "the transfer process is still there")
+        require(left <= self.used_mib + 64, "GPU memory is lost")
+
+
+def outcomes(ended: Sequence[object]) -> dict[str, int]:
+    """How calls ended: how many were done, and how many with which exception."""
+    names = [type(one).__name__ if isinstance(one, BaseException) else "done" for one in ended]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def runs_still(pid: int) -> bool:
+    """Whether there is such a process."""
+    return os.path.exists(f"/proc/{pid}")  # noqa: PTH110
+
+
+def require(holds: object, text: str) -> None:
+    """``AssertionError`` unless it holds: a bench has no -O."""
+    if not holds:
+        raise AssertionError(text)
+
+
+def gpu_used_mib() -> int:
+    """Device memory in use as nvidia-smi says; 0 where there is none."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return int(done.stdout.split()[0])
+
+
+async def run(shape: Shape, runs: int, report: Report, only: Sequence[str]) -> int:
+    """All cases; how many failed."""
+    bench = Bench(shape, runs, report)
+    try:
+        begin = time.perf_counter()
+        await bench.start()
+        print(f"-- start: {time.perf_counter() - begin:.1f} s", flush=True)
+        report.machine = {**report.machine, **await bench.engine.ask("describe")}
+        for work in (
+            bench.right_bytes,
+            bench.behind_the_engine,
+            bench.rates,
+            bench.ways_of_copying,
+            bench.both_ways,
+            bench.one_chunk,
+            bench.interference,
+            bench.killed_process,
+            bench.killed_engine,
+        ):
+            if not only or work.__name__ in only:
+                await bench.case(work)
+    finally:
+        await bench.stop()
+    left = [name for name in os.listdir("/dev/shm") if name.startswith(bench.pool.name)]  # noqa: PTH208
+    print(f"left in /dev/shm: {left or 'nothing'}; GPU memory in use {bench.used_mib} MiB before, {gpu_used_mib()} MiB after")
+    return bench.failures + bool(left)
+
+
+def main() -> int:
+    """Writes the records to a folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases")
+    options = parser.parse_args()
+    if options.device == "cuda":
+        shape = Shape("cuda", layers=32, kv_heads=8, head_dim=128, chunks=64, matmul=8192)
+    else:
+        shape = Shape("cpu", layers=4, kv_heads=2, head_dim=64, chunks=16, matmul=512)
+    report = Report("python -m bench.transfer_h200", records.machine(), records.versions(), options.commit or records.commit())
+    try:
+        failures = asyncio.run(run(shape, options.runs, report, options.only))
+    finally:
+        if report.records:
+            finish(report, options.out, "transferh200")
+    print("all cases passed" if not failures else f"{failures} FAILED")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
