@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from fnmatch import fnmatch
 from functools import partial
 from typing import Any, Final
 
@@ -14,10 +13,11 @@ from blake3 import blake3
 from kvgate.client.errors import GatewayRefused
 from kvgate.contract.errors import ContractError
 from kvgate.contract.table import EXCLUDED
-from kvgate.protocol.verify_messages import THERE
+from kvgate.protocol.verify_messages import ABSENT, THERE
 from kvgate.verify import derive
 from kvgate.verify.admin import Operator
 from kvgate.verify.engine import Desk, Engine
+from kvgate.verify.fields import ABSENT as TOLD_ABSENT
 from kvgate.verify.fields import COMPONENTS_OF, Other, fields
 from kvgate.verify.lookups import Expected, Kind, Verdict, in_order, must_be_refused, must_miss, refused
 from kvgate.verify.plants import Plant, Run
@@ -29,21 +29,26 @@ MISSES: Final = "must miss"
 IDENTITY: Final = "must miss: identity field"
 PAUSE_S: Final = 0.005
 """Between two lookups, so that a run never takes more than a small share of a busy gateway."""
-_ABSENT: Final = ("absent",)
 
 
 class Matrix:
-    """One run at one gateway. ``only``: shell patterns of row names; all rows where there are none."""
+    """One run at one gateway. ``wants``: whether a row of that name is asked for."""
 
     def __init__(
-        self, run: Run, desk: Desk, operator: Operator, report: Report, progress: Progress, only: tuple[str, ...] = ()
+        self,
+        run: Run,
+        desk: Desk,
+        operator: Operator,
+        report: Report,
+        progress: Progress,
+        wants: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self.run = run
         self.desk = desk
         self.report = report
         self._operator = operator
         self._progress = progress
-        self._only = only
+        self.wants = wants
         self._engines: dict[bytes, Engine] = {}
         self._other: Desk | None = None
         self._planted: dict[str, set[bytes]] = {}
@@ -53,10 +58,6 @@ class Matrix:
     def tiers(self) -> tuple[str, ...]:
         """The tiers of the gateway, the pool first. Each has objects of its own."""
         return self.desk.entered.tiers
-
-    def wants(self, name: str) -> bool:
-        """Whether the row is asked for."""
-        return not self._only or any(fnmatch(name, pattern.replace("[", "[[]")) for pattern in self._only)
 
     async def plant(self) -> None:
         """Store everything, and leave it in its tier alone."""
@@ -135,9 +136,15 @@ class Matrix:
             return
         async with self._bound(plant, tier) as (engine, lease, _):
             await engine.settle(lease)
-            if plant.whole and any(one != THERE for one in await engine.leave_only(lease, tier)):
-                row = self.report.row("objects reach every tier", HITS, "be there alone")
-                row.fails(tier, f"{plant.name} is not there, or could not be removed from the other tiers")
+            missing = set(engine.report.plan.rectangles_of(*plant.left_out)) if plant.left_out else set()
+            rectangles = len(engine.report.plan.rectangles)
+            wanted = (
+                bytes(ABSENT if plant.given_up or rectangle in missing else THERE for rectangle in range(rectangles))
+                * plant.chunks
+            )
+            row = self.report.row("objects reach every tier", HITS, "be there alone")
+            problem = "" if await engine.leave_only(lease, tier) == wanted else "not there, or not removed from the other tiers"
+            row.check(tier, problem and f"{plant.name}: {problem}")
 
     async def _learn(self) -> None:
         """Note the addresses of what is planted, and whether they are the documented ones."""
@@ -237,7 +244,7 @@ class Matrix:
             row = self.report.row(plant.same, MISSES, "miss")
             for tier in self.tiers:
                 tokens = [chunk.digest(engine.opened.token_key) for chunk in self.run.prompt(tier, plant)]
-                verdict = await must_miss(engine, self._operator, request, tokens, set(), Expected(_ABSENT, _ABSENT))
+                verdict = await must_miss(engine, self._operator, request, tokens, set(), Expected(TOLD_ABSENT, TOLD_ABSENT))
                 self._note(row, tier, verdict)
                 row.reason = verdict.reason
 

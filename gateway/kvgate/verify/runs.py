@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +18,9 @@ from kvgate.verify.engine import Desk
 from kvgate.verify.link import CannotRun, Links
 from kvgate.verify.matrix import Matrix
 from kvgate.verify.plants import Run
-from kvgate.verify.results import L1, MEMORY, Progress, Report
+from kvgate.verify.results import L1, MEMORY, VLLM, Progress, Report
 from kvgate.verify.sample import Shape
+from kvgate.verify.vllm import Server
 
 FILE_VERSION: Final = 1
 MAX_FILE_BYTES: Final = 1 << 16
@@ -83,12 +85,19 @@ class Planted:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The gateway to verify. ``classes``: engine classes it declares; ``only``: shell patterns of the rows asked for."""
+    """The gateway to verify. ``classes``: engine classes it declares; ``only``: shell patterns of the rows asked for; ``vllm``: URL of
+    a vLLM server that uses it, or empty.
+    """
 
     socket: Path
     admin: Path
     classes: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    vllm: str = ""
+
+    def wants(self, name: str) -> bool:
+        """Whether the row of that name is asked for."""
+        return not self.only or any(fnmatch(name, pattern.replace("[", "[[]")) for pattern in self.only)
 
 
 async def write(target: Target, path: Path, report: Report, progress: Progress) -> None:
@@ -98,6 +107,9 @@ async def write(target: Target, path: Path, report: Report, progress: Progress) 
         async with _matrix(links, target, planted.run, report, progress) as matrix:
             Planted(planted.run, planted.boot, matrix.tiers).write(path)
             await matrix.plant()
+        if target.vllm:
+            async with Server.open(target.vllm, planted.run, report) as server:
+                await server.plant()
 
 
 async def check(target: Target, path: Path, report: Report, progress: Progress) -> None:
@@ -118,6 +130,7 @@ async def check(target: Target, path: Path, report: Report, progress: Progress) 
                     "planted: remove it by --clean, and plant again"
                 )
             await matrix.check()
+    await _check_vllm(target, planted.run, report, planted=True)
 
 
 async def clean(target: Target, path: Path, report: Report, progress: Progress) -> None:
@@ -145,6 +158,19 @@ async def whole(target: Target, path: Path, report: Report, progress: Progress) 
                 await matrix.forget()
         if not any(row.group == "clean-up" for row in report.failed):
             _remove(path)
+    await _check_vllm(target, planted.run, report, planted=False)
+
+
+async def _check_vllm(target: Target, run: Run, report: Report, *, planted: bool) -> None:
+    """The rows of vLLM's own cache. ``planted`` False: plant first."""
+    if not target.vllm:
+        report.note("vLLM's own cache was not checked: give --vllm URL.")
+        return
+    report.tiers.append(VLLM)
+    async with Server.open(target.vllm, run, report) as server:
+        if not planted:
+            await server.plant()
+        await server.check(target.wants)
 
 
 async def _clean_up_after_another(links: Links, target: Target, path: Path, progress: Progress) -> None:
@@ -190,7 +216,7 @@ async def _matrix(links: Links, target: Target, run: Run, report: Report, progre
     report.build, report.backend = links.welcome.build, desk.entered.backend
     report.tiers = [L1, MEMORY, *desk.entered.tiers[1:]]
     async with Operator(target.admin) as operator:
-        matrix = Matrix(run, desk, operator, report, progress, target.only)
+        matrix = Matrix(run, desk, operator, report, progress, target.wants)
         try:
             yield matrix
         finally:
