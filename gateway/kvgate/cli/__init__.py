@@ -1,4 +1,4 @@
-"""The ``kvgate`` command: serve, status, explain, doctor, config, address."""
+"""The ``kvgate`` command: serve, status, explain, doctor, config, address, screen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from kvgate import __version__
-from kvgate.cli import address, config, doctor, explain, serve, status
+from kvgate.cli import address, config, doctor, explain, screen, serve, status
 
 _EPILOG = """\
 examples:
@@ -16,6 +16,7 @@ examples:
   kvgate doctor                     what is wrong on this host, and what mends it
   kvgate config                     every setting, its value and where it came from
   kvgate address --example > a.json && kvgate address a.json
+  kvgate screen all                 whether results of KV transforms may be shared, and by which key
 """
 
 
@@ -29,7 +30,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvgate {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    modules = {"serve": serve, "status": status, "explain": explain, "doctor": doctor, "config": config, "address": address}
+    modules = {
+        "serve": serve,
+        "status": status,
+        "explain": explain,
+        "doctor": doctor,
+        "config": config,
+        "address": address,
+        "screen": screen,
+    }
     for module in modules.values():
         module.add_parser(commands)
     args = parser.parse_args(argv)
