@@ -17,8 +17,9 @@ from typing import Any
 from kvgate.cli.address import derive, example, parse
 from kvgate.contract.address import Extra
 from kvgate.contract.digests import Kind, context
+from kvgate.contract.manifest import TransformManifest
 from kvgate.contract.plan import Rectangle
-from kvgate.contract.table import EXCLUDED, IDENTITY
+from kvgate.contract.table import EXCLUDED, IDENTITY, MANIFEST, IdentityField
 from tests.contract import independent
 from tests.contract.sample import KINDS
 from tests.contract.walk import leaf_forms
@@ -42,16 +43,16 @@ def forms() -> dict[str, str]:
     for name, kind in KINDS.items():
         found |= leaf_forms(kind, name)
     found |= leaf_forms(Extra, "chunk.extras[]") | leaf_forms(Rectangle, "shard.rectangle")
-    return found
+    return found | leaf_forms(TransformManifest, "manifest")
 
 
-def identity_table() -> str:
-    """The identity fields as a table."""
+def identity_table(fields: tuple[IdentityField, ...] = IDENTITY) -> str:
+    """Identity fields as a table."""
     known = forms()
     rows = ["| field | form | enters | a miss names | what it is |", "|---|---|---|---|---|"]
     rows += [
         f"| `{row.path}` | {known[row.path]} | {row.level} | {', '.join(row.components) or '—'} | {row.meaning} |"
-        for row in IDENTITY
+        for row in fields
     ]
     return "\n".join(rows)
 
@@ -123,6 +124,7 @@ def example_json() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "identity fields": identity_table,
+    "manifest fields": lambda: identity_table(MANIFEST),
     "excluded": excluded_table,
     "contexts": context_table,
     "example": example_json,

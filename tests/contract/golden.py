@@ -13,8 +13,11 @@ from typing import Any
 
 from kvgate.cli.address import derive, example, parse
 from kvgate.contract.address import Extra, token_digest
+from kvgate.contract.capability import Capability, domain_capability_key
 from kvgate.contract.digests import SCHEMA, Kind, context, digest
 from kvgate.contract.keys import domain_id, domain_key, salt_digest, salt_key, token_key
+from kvgate.contract.manifest import TransformManifest, position_map, query_digest, retained, source_prefix
+from kvgate.contract.model import Parameter
 from tests.contract.sample import KINDS, Json, changed, hex32, sample, sample_of_a_class
 
 FILE = Path(__file__).with_name("golden.json")
@@ -62,6 +65,7 @@ def golden() -> dict[str, Any]:
         "digests of no bytes": {kind.value: digest(kind, b"").hex() for kind in Kind},
         "keys": _keys(),
         "token digests": _token_digests(),
+        "manifest": _manifest(),
         "requests": [_request(name, request) for name, request in requests().items()],
     }
 
@@ -91,6 +95,34 @@ def _token_digests() -> dict[str, str]:
         "tokens 1, 2, 3": token_digest(key, [1, 2, 3]).hex(),
         "tokens 1, 2, 3 and an image": token_digest(key, [1, 2, 3], [extra]).hex(),
     }
+
+
+def _manifest() -> dict[str, Any]:
+    kept, new = [[[0, 1, 700]], [[0, 2, 3]]], [[[0, 1, 2]], [[0, 1, 2]]]
+    made = TransformManifest(
+        algorithm="snapkv",
+        algorithm_version="1",
+        parameters=(Parameter(name="ratio", value="1/2"),),
+        source_prefix=source_prefix(bytes(range(32)), 701, bytes(range(1, 33))),
+        source_tokens=701,
+        retained=retained(kept, "layer"),
+        position_map=position_map(kept, new),
+        query=query_digest(bytes(range(32)), [1, 2, 3]),
+        payload_format=bytes.fromhex(hex32(5)),
+        model=bytes.fromhex(hex32(6)),
+        scope="query",
+    )
+    capability = Capability(
+        scope=made.scope,
+        chunks=3,
+        expires_s=2_000_000_000,
+        manifest=made.digest(),
+        scope_key=made.query,
+        root=bytes.fromhex(hex32(7)),
+        end=bytes.fromhex(hex32(8)),
+    )
+    key = domain_capability_key(bytes(range(32)), bytes.fromhex(hex32(9)))
+    return {"json": made.to_json(), "digest": made.digest().hex(), "capability": capability.seal(key).hex()}
 
 
 def _request(name: str, request: Json) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from kvgate.contract.access import Access, Variant
 from kvgate.contract.address import Extra
 from kvgate.contract.artifacts import ROLES, Artifact, ArtifactSet
 from kvgate.contract.encoding import INT_MAX, INT_MIN
+from kvgate.contract.manifest import LEGACY, Retained, TransformManifest
 from kvgate.contract.model import (
     Architecture,
     Engine,
@@ -264,6 +265,41 @@ def root_of(records: dict[str, IdentityRecord]) -> bytes:
     return RequestDescriptor(**{name: record.digest() for name, record in records.items()}).root()
 
 
+@st.composite
+def retained_records(draw: st.DrawFn) -> Retained:
+    """Kept positions of any shape."""
+    per = draw(st.sampled_from(("model", "layer", "head")))
+    return Retained(
+        per=per,
+        layers=1 if per == "model" else draw(st.integers(1, 4096)),
+        heads=draw(st.integers(1, 4096)) if per == "head" else 1,
+        tokens=draw(st.integers(0, 2**31)),
+        positions=draw(digests),
+    )
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> TransformManifest:
+    """Any transform manifest, of every scope and with or without a query where that may be."""
+    kept = draw(retained_records())
+    algorithm = draw(st.from_regex(r"[a-z0-9][a-z0-9._-]{0,11}", fullmatch=True) | st.just(LEGACY))
+    query = draw(optional(digests))
+    wide = ["query"] if query else ["prefix", "global"]
+    return TransformManifest(
+        algorithm=algorithm,
+        algorithm_version=draw(words),
+        parameters=draw(parameter_lists),
+        source_prefix=draw(digests),
+        source_tokens=draw(st.integers(max(1, kept.tokens), 2**31)),
+        retained=kept,
+        position_map=draw(digests),
+        query=query,
+        payload_format=draw(digests),
+        model=draw(digests),
+        scope=draw(st.sampled_from(["request"] if algorithm == LEGACY else ["request", *wide])),
+    )
+
+
 RECORDS: dict[type[Record], st.SearchStrategy[Any]] = {
     Parameter: parameters,
     Artifact: _artifacts(ROLES),
@@ -286,6 +322,8 @@ RECORDS: dict[type[Record], st.SearchStrategy[Any]] = {
     Variant: variants,
     Extra: extras,
     RequestDescriptor: descriptors,
+    Retained: retained_records(),
+    TransformManifest: manifests(),
 }
 """A strategy for every record class of the contract."""
 

@@ -12,7 +12,7 @@ from kvgate.cli.address import derive, example, parse
 from kvgate.contract.digests import Kind, context
 from kvgate.contract.encoding import MAX_DEPTH, MAX_VALUES
 from kvgate.contract.request import RequestDescriptor
-from kvgate.contract.table import EXCLUDED, IDENTITY
+from kvgate.contract.table import EXCLUDED, IDENTITY, MANIFEST, IdentityField
 from tests.contract.document import FILE, PARTS, forms, render
 from tests.contract.sample import KINDS
 
@@ -33,12 +33,11 @@ def test_the_computed_parts_are_up_to_date() -> None:
     assert all(len(section) > 100 for section in SECTIONS.values())
 
 
-def test_the_document_lists_every_identity_field() -> None:
+@pytest.mark.parametrize(("section", "fields"), [("identity fields", IDENTITY), ("manifest fields", MANIFEST)])
+def test_the_document_lists_every_identity_field(section: str, fields: tuple[IdentityField, ...]) -> None:
     """Row by row the table of the code, read back from the document."""
-    found = [(path.strip("`"), form, level, names, meaning) for path, form, level, names, meaning in rows("identity fields")]
-    assert found == [
-        (row.path, forms()[row.path], row.level, ", ".join(row.components) or "—", row.meaning) for row in IDENTITY
-    ]
+    found = [(path.strip("`"), form, level, names, meaning) for path, form, level, names, meaning in rows(section)]
+    assert found == [(row.path, forms()[row.path], row.level, ", ".join(row.components) or "—", row.meaning) for row in fields]
 
 
 def test_the_document_lists_every_exclusion() -> None:

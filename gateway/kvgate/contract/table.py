@@ -171,6 +171,27 @@ IDENTITY: Final[tuple[IdentityField, ...]] = (
 )
 """Every identity field, from the request descriptor down to the shard."""
 
+MANIFEST: Final[tuple[IdentityField, ...]] = _rows(
+    "variant",
+    ("manifest.algorithm", "variant", "what was done to the KV"),
+    ("manifest.algorithm_version", "variant", "version of that; it grows with every change that may give other KV"),
+    ("manifest.parameters[].name", "variant", "a setting of the algorithm"),
+    ("manifest.parameters[].value", "variant", "its value as exact text"),
+    ("manifest.source_prefix", "variant", "digest of the source: all its tokens, and the root they were chained from"),
+    ("manifest.source_tokens", "variant", "tokens of the source"),
+    ("manifest.retained.per", "variant", "whether one list of kept positions holds per model, layer, or head"),
+    ("manifest.retained.layers", "variant", "lists of the kept positions: layers"),
+    ("manifest.retained.heads", "variant", "lists of the kept positions: heads of a layer"),
+    ("manifest.retained.tokens", "variant", "kept positions in each list; 0 where nothing was kept as it was"),
+    ("manifest.retained.positions", "variant", "digest of the kept original positions"),
+    ("manifest.position_map", "variant", "digest of where each of them is now"),
+    ("manifest.query", "variant, scope", "digest of the query that the choice depends on, or null"),
+    ("manifest.payload_format", "variant", "digest of the representation"),
+    ("manifest.model", "variant", "digest of the model contract, adapter included"),
+    ("manifest.scope", "variant, scope", "how far the artifact may be shared"),
+)
+"""Every field of a transform manifest; its digest is ``variant.manifest``. ``query`` shows in the scope too where that is ``query``."""
+
 EXCLUDED: Final[tuple[Excluded, ...]] = (
     Excluded("request id", ("request_id", "req_id"), "two requests with one prefix are meant to share"),
     Excluded(

@@ -32,7 +32,7 @@ from kvgate.protocol import variant_messages as messages
 
 log = structlog.get_logger(__name__)
 
-_RESEND: Final = "or send the full prompt without a capability"
+_RESEND: Final = "send the full prompt without a capability"
 _ORDINARY: Final = ORDINARY.digest()
 
 
@@ -300,7 +300,7 @@ class Variants:
     def _refused(self, field: str, problem: str, remedy: str) -> Refused:
         """To the holder of a genuine capability of this domain."""
         self._metrics.variants.labels("refused").inc()
-        return Refused("denied", problem, field=f"capability.{field}", remedy=f"{remedy}; {_RESEND}")
+        return Refused("denied", problem, field=f"capability.{field}", remedy=f"{remedy}, or {_RESEND}")
 
     def _open_lease(
         self, session: Session, registration: Registration, adapter: bytes | None, terms: VariantTerms, tokens: bytes
