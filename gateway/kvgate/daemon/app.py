@@ -17,6 +17,7 @@ from kvgate.daemon.admin import AdminServer
 from kvgate.daemon.explain import Explainer
 from kvgate.daemon.leases import LeaseTable
 from kvgate.daemon.metrics import Metrics
+from kvgate.daemon.pages import Pages
 from kvgate.daemon.policy import Policy, read_credentials
 from kvgate.daemon.pool_view import PoolView
 from kvgate.daemon.presence import PresenceIndex
@@ -31,6 +32,8 @@ from kvgate.daemon.verify import Verify
 from kvgate.daemon.writes import Writes
 from kvgate.storage.backend import PoolInfo, StorageBackend, StorageUnavailable
 from kvgate.storage.select import make_backend
+from kvgate.transfer import PageMover
+from kvgate.transfer.supervisor import TransferProcesses, owner_of
 
 log = structlog.get_logger(__name__)
 
@@ -40,10 +43,11 @@ STATUS_S = 2.0
 class Gateway:
     """One running gateway."""
 
-    def __init__(self, config: Config, backend: StorageBackend | None = None) -> None:
-        """``backend``: one that is ready to start; by default the one ``config`` names."""
+    def __init__(self, config: Config, backend: StorageBackend | None = None, mover: PageMover | None = None) -> None:
+        """``backend``: one that is ready to start; by default the one ``config`` names. ``mover``: likewise."""
         self.config = config
         self._given = backend
+        self._mover = mover
         self._started = time.monotonic()
         self._state_dir = StateDir(Path(config.state_dir))
         self._metrics = Metrics()
@@ -84,6 +88,9 @@ class Gateway:
             self._writes = Writes(
                 backend, self._pool, self._presence, self._explainer, keys.envelope, self._metrics, config.storage_s
             )
+            if self._mover is None and config.transfer != "worker":
+                self._mover = TransferProcesses(owner_of(Path(config.state_dir)))
+            self._pages = Pages(config, self._mover, self._pool, self._leases, self._reads, self._writes)
             variants = Variants(
                 config,
                 policy,
@@ -107,13 +114,17 @@ class Gateway:
                 self._metrics,
                 extra_handlers={
                     **variants.handlers(),
+                    **self._pages.handlers(),
                     **Verify(
                         keys.secret, backend, self._leases, self._presence, self._explainer, storage_s=config.storage_s
                     ).handlers(),
                 },
+                on_close=self._pages.close_session,
             )
             self._watch_gauges()
             self._explainer.start()
+            if self._mover is not None:
+                await self._mover.start()
             backend.on_generation(self._pool_changed)
             await backend.start()
             if self._pool.generation < 0:
@@ -136,6 +147,8 @@ class Gateway:
         if self._server is not None:
             await self._server.stop(self.config.drain_s)
         await self._admin.stop()
+        if self._mover is not None:
+            await self._mover.stop()
         if self._backend is not None:
             await self._backend.stop(self.config.drain_s)
         await self._close_paths()
@@ -174,6 +187,7 @@ class Gateway:
                 }
                 for registration in self._registry
             ],
+            "transfer": dict(self._mover.status()) if self._mover is not None else {},
             "storage": storage,
         }
 
@@ -181,6 +195,8 @@ class Gateway:
         if info is not None and info.generation == self._pool.generation:
             return
         self._pool.switch(info)
+        if self._mover is not None:
+            self._mover.use_pool(info)
         self._reads.void()
         self._writes.void()
         log.info("pool.changed", generation=info.generation if info else None)
@@ -192,7 +208,7 @@ class Gateway:
 
     async def _close_paths(self) -> None:
         # Both are missing where the start failed early.
-        for path in (getattr(self, "_writes", None), getattr(self, "_reads", None)):
+        for path in (getattr(self, "_pages", None), getattr(self, "_writes", None), getattr(self, "_reads", None)):
             if path is not None:
                 await path.close()
 
@@ -203,6 +219,7 @@ class Gateway:
             ("leases", "Bound requests", lambda: len(self._leases)),
             ("open_loads", "Loads being copied", lambda: self._reads.open_loads),
             ("open_writes", "Reserved slots not committed yet", lambda: self._writes.writers.open_writes),
+            ("lent_pages", "Workers whose pages the transfer processes move", lambda: self._pages.lent),
             ("registrations", "Registered engines", lambda: len(self._registry)),
         ]
         for name, text, read in gauges:

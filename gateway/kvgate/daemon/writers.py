@@ -38,7 +38,7 @@ class OpenWrite:
 
 @dataclass(eq=False)
 class Writer:
-    """One process with sessions here."""
+    """One process with sessions here; or, with ``pid`` 0, the gateway itself, whose transfer process writes for one session."""
 
     pid: int
     pidfd: int
@@ -54,11 +54,24 @@ class Writers:
     def __init__(self, on_exit: Callable[[list[OpenWrite]], None]) -> None:
         self._on_exit = on_exit
         self._by_pid: dict[int, Writer] = {}
+        self._inside: set[Writer] = set()
 
     @property
     def open_writes(self) -> int:
         """How many reservations are open."""
-        return sum(len(writer.writes) for writer in self._by_pid.values())
+        return sum(len(writer.writes) for writer in (*self._by_pid.values(), *self._inside))
+
+    def inside(self) -> Writer:
+        """A writer inside the gateway: nobody's end closes its writes, its owner does, and then lets go of it by ``drop``."""
+        writer = Writer(0, -1)
+        self._inside.add(writer)
+        return writer
+
+    def drop(self, writer: Writer) -> None:
+        """The inside writer reserves nothing more; it is forgotten with its last open write."""
+        writer.sessions = -1
+        if not writer.writes:
+            self._inside.discard(writer)
 
     def join(self, pid: int) -> Writer:
         """A connection of process ``pid`` opened; raises ``Refused`` where the process can't be watched."""
@@ -85,6 +98,8 @@ class Writers:
 
     def add(self, writer: Writer, write: OpenWrite) -> None:
         """Note a reservation handed to ``writer``."""
+        if writer.pidfd < 0:
+            self._inside.add(writer)  # it may have been dropped while storage was asked
         writer.writes[write.reservation] = write
 
     @contextmanager
@@ -105,10 +120,17 @@ class Writers:
 
     def take(self, writer: Writer, reservation: int) -> OpenWrite:
         """Remove and return one of the writer's own open writes."""
-        return writer.writes.pop(reservation)
+        write = writer.writes.pop(reservation)
+        if writer.sessions < 0 and not writer.writes:
+            self._inside.discard(writer)
+        return write
 
     def void(self) -> None:
         """The pool is gone, and all reservations in it."""
+        for writer in list(self._inside):
+            writer.writes.clear()
+            if writer.sessions < 0:
+                self._inside.discard(writer)
         for writer in list(self._by_pid.values()):
             writer.writes.clear()
             if writer.sessions == 0:

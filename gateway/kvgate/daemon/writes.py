@@ -136,7 +136,9 @@ class Writes:
 
     async def abandon(self, writer: Writer, reservations: list[int]) -> None:
         """Drop reservations that their writer never heard of."""
-        known = [reservation for reservation in reservations if writer.writes.pop(reservation, None)]
+        known = [reservation for reservation in reservations if reservation in writer.writes]
+        for reservation in known:
+            self.writers.take(writer, reservation)
         if known:
             await self._abort(known)
 
@@ -161,8 +163,8 @@ class Writes:
 
     async def _undo(self, writer: Writer, got: list[Reservation | Refusal]) -> None:
         opened = [result.reservation for result in got if isinstance(result, Reservation)]
-        for reservation in opened:
-            writer.writes.pop(reservation, None)
+        for reservation in writer.writes.keys() & set(opened):
+            self.writers.take(writer, reservation)
         await self._abort(opened)
 
     def _writer_exited(self, writes: list[OpenWrite]) -> None:

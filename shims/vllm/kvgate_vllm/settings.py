@@ -14,6 +14,9 @@ PLUGIN_KEYS: Final = ("adapter_snapshot_dir", "adapter_snapshot_max_bytes", "ada
 """Read by the plugin, not here."""
 
 
+TRANSFERS: Final = ("auto", "worker", "gateway")
+
+
 class SettingsError(ValueError):
     """A setting is wrong; the message names it and says what is accepted."""
 
@@ -23,6 +26,8 @@ class ConnectorSettings:
     """All settings, with their defaults. Each deadline bounds what a request can lose to the gateway; after it the request is a miss.
 
     endpoint: unix socket of the gateway. credential_file: file whose content names the isolation domain; none: the gateway's default.
+    transfer: who copies between pages and the gateway's pool: "worker", "gateway", or "auto": the gateway on CUDA where pages can be
+    shared, else the worker. attach_ms: patience for the gateway to map the pages.
     async_load: restore in the background while the engine runs other requests; some engines force it (``loads_in_background``).
     async_save: store in the background. numerics_class: an engine class declared equivalent at the gateway; none: strict.
     bind_ms, acquire_ms: patience for the lookup, and for bringing chunks to memory. load_ms, store_ms: for each message of a
@@ -35,6 +40,7 @@ class ConnectorSettings:
 
     endpoint: str = ""
     credential_file: str = ""
+    transfer: str = "auto"
     async_load: bool = True
     async_save: bool = True
     numerics_class: str = ""
@@ -46,6 +52,7 @@ class ConnectorSettings:
     grace_ms: float = 1.0
     save_queue_ops: int = 64
     drain_ms: float = 5000.0
+    attach_ms: float = 120_000.0
     report: bool = True
     capture_queries: str = ""
 
@@ -90,6 +97,8 @@ def _checked(name: str, value: Any, default: Any) -> Any:
     elif isinstance(default, str):
         if not isinstance(value, str):
             raise SettingsError(f"{where}: must be text")
+        if name == "transfer" and value not in TRANSFERS:
+            raise SettingsError(f"{where}: must be one of {', '.join(TRANSFERS)}")
     elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3_600_000:
         raise SettingsError(f"{where}: must be a number above zero, at most 3600000")
     elif isinstance(default, int) and not isinstance(value, int):

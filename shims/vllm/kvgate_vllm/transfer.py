@@ -5,15 +5,13 @@ Any thread. Nothing raises for what a gateway may do: a load says which chunks f
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
 from kvgate.client import GatewayClient, GatewayRefused, GatewayUnavailable, PoolMappings
-from kvgate.contract.record import Record
 from kvgate.protocol.messages import (
     Commit,
     Committed,
@@ -30,17 +28,13 @@ from kvgate.storage.pool import PoolError
 from kvgate_kernels import ChunkMove, MoveError, NonFiniteValues, Packer
 from kvgate_vllm.jobs import Job
 from kvgate_vllm.metadata import LoadOp, StoreOp
+from kvgate_vllm.patience import LATE_S, Patience
 from kvgate_vllm.state import LOGGER
+from kvgate_vllm.step_order import Mark, StepOrder
 
 PIECE_CHUNKS: Final = 16
 """Chunks packed without looking whether the job was cancelled: bounds how long a preemption waits."""
-SILENCE_S: Final = 10.0
-"""After a message without an answer no other is tried for so long, unless the answer comes."""
 MAX_UNSETTLED: Final = 16_384
-LATE_S: Final = 30.0
-"""How long an answer that came too late for us may still come, to be undone."""
-
-Reply = TypeVar("Reply", bound=Record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +45,59 @@ class Deadlines:
     store_s: float
 
 
+class Packers:
+    """The packer of one worker's pages. On a GPU it page-locks the pool it copies to and from, and so is made anew for another pool."""
+
+    def __init__(self, make: Callable[[memoryview | None], Packer], *, locks_pool: bool) -> None:
+        """``make``: a packer for the whole pool, or for none in particular."""
+        self._make = make
+        self._locks_pool = locks_pool
+        self._lock = threading.Lock()
+        self._pool: tuple[str, int] | None = None
+        self._packer = make(None)
+
+    @property
+    def any(self) -> Packer:
+        """The packer as it is now: for its geometry and description."""
+        return self._packer
+
+    def of(self, pools: PoolMappings, pool: str, pool_bytes: int) -> Packer:
+        """The packer for that pool. Raises ``PoolError``."""
+        if not self._locks_pool:
+            return self._packer
+        with self._lock:
+            if self._pool != (pool, pool_bytes):
+                before, self._packer = self._packer, self._make(pools.view(pool, pool_bytes, 0, pool_bytes))
+                self._pool = (pool, pool_bytes)
+                before.close()
+            return self._packer
+
+    def close(self) -> None:
+        """End it, after the calls under way."""
+        self._packer.close()
+
+
 class Transfers:
-    """Load and store through one client, one pool and one packer."""
+    """Load and store through one client, one pool and one packer: this worker copies by itself."""
 
     def __init__(
-        self, client: GatewayClient, pools: PoolMappings, packer: Packer, block_tokens: int, deadlines: Deadlines
+        self, client: GatewayClient, pools: PoolMappings, packers: Packers, order: StepOrder, deadlines: Deadlines
     ) -> None:
         self._client = client
         self._pools = pools
-        self._packer = packer
-        self._block_tokens = block_tokens
+        self._packers = packers
+        self._order = order
         self._deadlines = deadlines
-        self._payload_bytes = packer.payload.payload_bytes
-        self._clock = time.monotonic
-        self._silent_until = 0.0
+        self._payload_bytes = packers.any.payload.payload_bytes
+        self._patience = Patience(client)
         self._unsettled: deque[tuple[bytes, int]] = deque(maxlen=MAX_UNSETTLED)
 
-    def load(self, op: LoadOp) -> set[int]:
-        """Restore the chunks of ``op``; returns those that failed. Pages of a failed chunk may hold wrong bytes."""
+    def load(self, op: LoadOp, mark: Mark | None) -> set[int]:
+        """Restore the chunks of ``op`` behind ``mark``; returns those that failed. Pages of a failed chunk may hold wrong bytes."""
         everything = set(op.chunks)
         try:
-            plan = self._patient(
+            plan: LoadPlan = self._patience.ask(
                 Load(lease=op.lease, chunks=op.chunks),
-                LoadPlan,
                 self._deadlines.load_s,
                 undo=lambda late: FinishLoad(ticket=late.ticket, mismatched=()),
             )
@@ -82,7 +106,8 @@ class Transfers:
             return everything
         mismatched: set[int] | None = None
         try:
-            mismatched = self._unpack(op, plan)
+            with self._order.behind(mark):
+                mismatched = self._unpack(op, plan)
         except (PoolError, MoveError) as error:
             LOGGER.error("kvgate: a load failed: %s", error)
         finally:
@@ -98,12 +123,11 @@ class Transfers:
             )
         return mismatched
 
-    def store(self, op: StoreOp, job: Job | None = None) -> int:
-        """Store the chunks of ``op`` that are not there yet; returns how many became visible."""
+    def store(self, op: StoreOp, job: Job | None, mark: Mark | None) -> int:
+        """Store the chunks of ``op`` that are not there yet, as they are at ``mark``; returns how many became visible."""
         try:
-            reserved = self._patient(
+            reserved: Reserved = self._patience.ask(
                 Reserve(lease=op.lease, chunks=op.chunks),
-                Reserved,
                 self._deadlines.store_s,
                 undo=lambda late: Commit(written=(), aborted=_reservations(late.slots)) if _reservations(late.slots) else None,
             )
@@ -117,7 +141,8 @@ class Transfers:
                 if job is not None and not job.begin_reading():
                     break
                 try:
-                    written += self._pack(op, reserved, slots[at : at + PIECE_CHUNKS])
+                    with self._order.behind(mark):
+                        written += self._pack(op, reserved, slots[at : at + PIECE_CHUNKS])
                 finally:
                     if job is not None:
                         job.end_reading()
@@ -137,6 +162,9 @@ class Transfers:
             if gateway == boot:
                 self._client.submit(Commit(written=(), aborted=(reservation,)), LATE_S)
 
+    def close(self) -> None:
+        """Nothing: packers and pools are the worker's."""
+
     def _unpack(self, op: LoadOp, plan: LoadPlan) -> set[int]:
         """Copy and verify; returns the chunks whose bytes did not have their digest. Raises ``PoolError``, ``MoveError``."""
         if tuple(slot.chunk for slot in plan.slots) != op.chunks:
@@ -149,7 +177,7 @@ class Transfers:
             )
             for slot in plan.slots
         ]
-        digests = self._packer.unpack(moves, digest=True)
+        digests = self._packers.of(self._pools, plan.pool, plan.pool_bytes).unpack(moves, digest=True)
         return {slot.chunk for slot, digest in zip(plan.slots, digests, strict=True) if digest != slot.digest}
 
     def _pack(self, op: StoreOp, reserved: Reserved, slots: Sequence[ReservedSlot]) -> list[WrittenPayload]:
@@ -160,7 +188,8 @@ class Transfers:
         ]
         bad: tuple[int, ...] = ()
         try:
-            digests: Sequence[bytes] = self._packer.pack(moves, digest=True)
+            packer = self._packers.of(self._pools, reserved.pool, reserved.pool_bytes)
+            digests: Sequence[bytes] = packer.pack(moves, digest=True)
         except NonFiniteValues as error:
             digests, bad = error.digests, error.indices
         return [
@@ -195,27 +224,6 @@ class Transfers:
                 self._unsettled.extend((self._client.welcome.boot, number) for number in (*done, *aborted))
             return 0
         return cast(Committed, reply).visible
-
-    def _patient(self, message: Record, kind: type[Reply], patience_s: float, undo: Callable[[Reply], Record | None]) -> Reply:
-        """The reply within ``patience_s``. One that comes later is undone: what it hands out would stay open for ever."""
-        if self._clock() < self._silent_until:
-            raise GatewayUnavailable("the gateway has been silent")
-        future = self._client.submit(message, patience_s + LATE_S)
-        try:
-            return cast(Reply, future.result(patience_s))
-        except TimeoutError:
-            # One step may hold many transfers: only the first of them waits for a gateway that hangs.
-            self._silent_until = self._clock() + SILENCE_S
-
-        def settle(answered: Future[Record]) -> None:
-            if answered.exception() is None:
-                self._silent_until = 0.0
-                remedy = undo(cast(Reply, answered.result()))
-                if remedy is not None:
-                    self._client.submit(remedy, LATE_S)
-
-        future.add_done_callback(settle)
-        raise GatewayUnavailable(f"the gateway did not answer {kind.__name__} in time")
 
 
 def _reservations(slots: Sequence[ReservedSlot]) -> tuple[int, ...]:

@@ -5,8 +5,10 @@ Methods are called on the worker's step thread unless their comment says otherwi
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -19,19 +21,30 @@ from kvgate_kernels import GeometryError, Packer
 from kvgate_vllm.describe import describe_engine
 from kvgate_vllm.jobs import Job, JobThread
 from kvgate_vllm.metadata import AdapterRef, ChunkOp, LoadOp, LoadResult, StepMetadata, StoreOp, WorkerReport
+from kvgate_vllm.page_export import Attachment, lend
+from kvgate_vllm.page_transfers import GatewayTransfers
 from kvgate_vllm.registration import Uncacheable, WorkerForm, worker_form
 from kvgate_vllm.session import artifact_set
 from kvgate_vllm.settings import ConnectorSettings
 from kvgate_vllm.state import EngineState, WeightsReport
-from kvgate_vllm.transfer import Deadlines, Transfers
+from kvgate_vllm.step_order import Mark, StepOrder
+from kvgate_vllm.transfer import Deadlines, Packers, Transfers
 
 if TYPE_CHECKING:
     import torch
+
+    from kvgate.transfer.records import PageExport
 
 LOGGER: Final = logging.getLogger("vllm.kvgate")
 CALL_S: Final = 5.0
 MAX_LOAD_OPS: Final = 4096
 MAX_CONFIRMED: Final = 4096
+ATTACH_PAUSE_S: Final = 0.5
+REGISTER_PAUSE_S: Final = 5.0
+PAGES_GO_S: Final = 30.0
+"""How long an engine that frees its pages waits for the copies under way."""
+TRANSIENT: Final = ("unavailable", "busy", "deadline")
+"""Codes of refusals that may be gone at the next attempt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +53,7 @@ class Registration:
 
     connection: int
     handle: bytes
-    transfers: Transfers
+    transfers: Transfers | GatewayTransfers
 
 
 class WorkerSide:
@@ -54,7 +67,9 @@ class WorkerSide:
         self._lock = threading.Lock()
         self._form: WorkerForm | None = None
         self._tensors: Sequence[torch.Tensor] = ()
-        self._packers: dict[tuple[int, str], Packer] = {}
+        self._order: StepOrder | None = None
+        self._export: PageExport | None = None
+        self._packers: dict[tuple[int, str], Packers] = {}
         self._registration: Registration | None = None
         self._announced: Registration | None = None
         self._registered = threading.Event()
@@ -83,6 +98,7 @@ class WorkerSide:
             transfer_config = self._vllm_config.kv_transfer_config
             form = worker_form(description, str(transfer_config.engine_id), self._settings.numerics_class)
             tensors = [kv_caches[name] for name in sorted(form.geometry.groups[0].layer_names, key=extract_layer_index)]
+            export = lend(self._settings.transfer, form.pages, tensors)
         except (Uncacheable, GeometryError, RuntimeError) as error:
             self._state.log_once(str(error))
             return
@@ -90,7 +106,8 @@ class WorkerSide:
             self._state.log_once("the engine's layers are not those of its KV cache")
             return
         with self._lock:
-            self._form, self._tensors = form, tensors
+            self._form, self._tensors, self._export = form, tensors, export
+            self._order = StepOrder(tensors[0].device, shared=export is not None)
         if self._client.connected:
             self._client.spawn(self._register_again())
         if not self._registered.wait(self._settings.register_ms / 1000):
@@ -126,15 +143,14 @@ class WorkerSide:
         try:
             weights = self._state.weights()
             report = form.report(weights, welcome)
-            packer = self._packer(form, welcome)
+            packers = self._packers_for(form, welcome)
         except (Uncacheable, ContractError, GeometryError) as error:
             self._state.log_once(str(error))
             self._registered.set()
             return
         reply = cast(Registered, await call(report, CALL_S))
-        deadlines = Deadlines(self._settings.load_ms / 1000, self._settings.store_ms / 1000)
         previous = self._announced.transfers if self._announced else None
-        transfers = Transfers(self._client, self._pools, packer, form.pages.block_tokens, deadlines)
+        transfers = await self._transfers(call, packers)
         await self._confirm_again(call, connection)
         with self._lock:
             current = self._state.weights().generation == weights.generation
@@ -148,14 +164,53 @@ class WorkerSide:
         if previous is not None:
             previous.abort_unsettled(welcome.boot)
 
-    def _packer(self, form: WorkerForm, welcome: Welcome) -> Packer:
+    async def _transfers(self, call: Call, packers: Packers) -> Transfers | GatewayTransfers:
+        """How pages move on the present connection. Raises what ``call`` raises where they have to be lent and can't be."""
+        settings, order = self._settings, self._order
+        assert order is not None, "set with the form"
+        deadlines = Deadlines(settings.load_ms / 1000, settings.store_ms / 1000)
+        if self._export is not None:
+            try:
+                attachment = await self._attach(call, self._export)
+            except (GatewayRefused, GatewayUnavailable) as error:
+                if settings.transfer == "gateway":
+                    self._client.spawn(self._register_later(self._client.connection))
+                    raise
+                LOGGER.warning("kvgate: the gateway does not move our pages (%s); this worker copies by itself", error)
+            else:
+                LOGGER.info("kvgate: pages are moved by the gateway")
+                size_bytes, attach_s = packers.any.payload.payload_bytes, settings.attach_ms / 1000
+                return GatewayTransfers(self._client, self._export, attachment, size_bytes, deadlines, attach_s)
+        info = packers.any.describe()
+        LOGGER.info("kvgate: pages move by %s (%s), %d threads", info.name, info.reason, info.threads)
+        return Transfers(self._client, self._pools, packers, order, deadlines)
+
+    async def _attach(self, call: Call, export: PageExport) -> Attachment:
+        """Within the time for it: a transfer process may have to start first."""
+        until = time.monotonic() + self._settings.attach_ms / 1000
+        while True:
+            left_s = max(0.001, until - time.monotonic())
+            try:
+                return await Attachment.make(call, export, left_s)
+            except GatewayRefused as error:
+                if error.code not in TRANSIENT or left_s <= ATTACH_PAUSE_S:
+                    raise
+            await asyncio.sleep(ATTACH_PAUSE_S)
+
+    async def _register_later(self, connection: int) -> None:
+        await asyncio.sleep(REGISTER_PAUSE_S)
+        if self._client.connection == connection and self._registration is None:
+            await self._register_again()
+
+    def _packers_for(self, form: WorkerForm, welcome: Welcome) -> Packers:
         key = (welcome.chunk_tokens, welcome.codec)
-        packer = self._packers.get(key)
-        if packer is None:
-            packer = self._packers[key] = Packer(form.pages, form.payload(welcome), self._tensors)
-            info = packer.describe()
-            LOGGER.info("kvgate: pages move by %s (%s), %d threads", info.name, info.reason, info.threads)
-        return packer
+        packers = self._packers.get(key)
+        if packers is None:
+            payload, tensors = form.payload(welcome), self._tensors
+            packers = self._packers[key] = Packers(
+                lambda pool: Packer(form.pages, payload, tensors, pool=pool), locks_pool=tensors[0].device.type == "cuda"
+            )
+        return packers
 
     def _weights_changed(self, report: WeightsReport) -> None:
         """In the thread that changes the weights: before the first write, and again once a loader has hashed files anew."""
@@ -222,19 +277,22 @@ class WorkerSide:
     def start_loads(self, meta: StepMetadata) -> None:
         """Begin this step's loads; those inside the step are complete when this returns."""
         self._unsaved.extend(meta.stores)
+        # Steps that are queued on the device may still use the blocks that these loads write.
+        mark = self._mark() if meta.loads else None
         for op in meta.loads:
             if not op.asynchronous:
-                self._load(op)
-            elif not self._load_jobs.submit(Job(op.request_id, lambda _job, op=op: self._load(op))):  # type: ignore[misc]
+                self._load(op, mark)
+            elif not self._load_jobs.submit(Job(op.request_id, lambda _job, op=op: self._load(op, mark))):  # type: ignore[misc]
                 self._loaded(op, set(op.chunks))
 
     def save(self, meta: StepMetadata) -> None:
         """Store this step's chunks, or hand them to the background."""
         stores, self._unsaved = self._unsaved, []
+        mark = self._mark() if stores else None
         for op in stores:
             if not self._settings.async_save:
-                self._store(op, None)
-            elif not self._save_jobs.submit(Job(op.request_id, lambda job, op=op: self._store(op, job))):  # type: ignore[misc]
+                self._store(op, None, mark)
+            elif not self._save_jobs.submit(Job(op.request_id, lambda job, op=op: self._store(op, job, mark))):  # type: ignore[misc]
                 LOGGER.debug("kvgate: a store was skipped: the queue is full")
                 self._stored(op)
         self._draining.update(meta.draining)
@@ -270,10 +328,13 @@ class WorkerSide:
         self._save_jobs.close(self._settings.drain_ms / 1000)
         if self._weights_changed in self._state.on_weights_changed:
             self._state.on_weights_changed.remove(self._weights_changed)
+        registration = self._registration
+        if registration is not None:
+            registration.transfers.close()
         self._client.close()
         self._pools.close()
-        for packer in self._packers.values():
-            packer.close()
+        for packers in self._packers.values():
+            packers.close()
 
     # Transfers: on the step thread, or on one of the two background threads
 
@@ -283,12 +344,15 @@ class WorkerSide:
             return None
         return registration
 
-    def _load(self, op: LoadOp) -> None:
+    def _mark(self) -> Mark | None:
+        return self._order.mark() if self._order is not None else None
+
+    def _load(self, op: LoadOp, mark: Mark | None) -> None:
         failed = set(op.chunks)
         try:
             registration = self._usable(op)
             if registration is not None:
-                failed = registration.transfers.load(op)
+                failed = registration.transfers.load(op, mark)
                 if self._registration is not registration:
                     failed = set(op.chunks)  # weights changed, or the gateway was lost, during the copy
         except Exception:
@@ -306,11 +370,11 @@ class WorkerSide:
             if op.asynchronous:
                 self._received.add(op.request_id)
 
-    def _store(self, op: StoreOp, job: Job | None) -> None:
+    def _store(self, op: StoreOp, job: Job | None, mark: Mark | None) -> None:
         try:
             registration = self._usable(op)
             if registration is not None and not (job is not None and job.cancelled):
-                registration.transfers.store(op, job)
+                registration.transfers.store(op, job, mark)
         except Exception:
             # The same: what can't be stored is a later miss.
             LOGGER.exception("kvgate: a store failed")

@@ -1,0 +1,86 @@
+"""Lending a worker's pages to the gateway: whether, how they are shared, and the attachment that comes of it."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+from kvgate.client import Call, GatewayUnavailable
+from kvgate.protocol.page_messages import AttachPages, PagesAttached
+from kvgate.transfer.gate import Gate
+from kvgate_kernels.export import ExportError, export_pages
+from kvgate_vllm.registration import Uncacheable
+from kvgate_vllm.state import LOGGER
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvgate.transfer.records import PageExport
+    from kvgate_kernels import PageGeometry
+
+SAY_S: Final = 10.0
+"""How often a wait that has no end of its own says so in the log."""
+
+
+def lend(transfer: str, pages: PageGeometry, tensors: Sequence[torch.Tensor]) -> PageExport | None:
+    """The pages as the gateway can map them; None where this worker copies itself. ``transfer`` is the setting of that name.
+
+    Before the engine's first step: on a CPU this moves the pages. Raises ``Uncacheable`` where they have to be lent and can't be.
+    """
+    if transfer == "worker" or (transfer == "auto" and tensors[0].device.type != "cuda"):
+        return None
+    try:
+        return export_pages(pages, tensors)
+    except ExportError as error:
+        if transfer == "gateway":
+            raise Uncacheable(f'{error}; set "transfer" to "worker" or "auto"') from error
+        LOGGER.warning("kvgate: %s; this worker copies by itself", error)
+        return None
+
+
+class Attachment:
+    """Pages that the gateway has mapped, on one connection: their gate, and the process that writes through it."""
+
+    def __init__(self, gate: Gate, mover: int) -> None:
+        """``mover``: the process's id."""
+        self.gate = gate
+        try:
+            self._mover = os.pidfd_open(mover)
+        except ProcessLookupError:
+            self._mover = -1  # gone already
+        else:
+            weakref.finalize(self, os.close, self._mover)
+
+    @classmethod
+    async def make(cls, call: Call, export: PageExport, deadline_s: float) -> Attachment:
+        """Have the gateway map the pages. Raises what ``call`` raises; ``GatewayUnavailable`` also for other process ids over there."""
+        gate = Gate()
+        reply = cast(PagesAttached, await call(AttachPages(export=export, gate=gate.descriptor), deadline_s))
+        if reply.worker != os.getpid():
+            raise GatewayUnavailable("the gateway is in another PID namespace: it can't move this worker's pages")
+        return cls(gate, reply.mover)
+
+    def take_back(self, place: int) -> None:
+        """Return once nothing is written through ``place`` any more, and nothing ever will.
+
+        A copy under way ends with its move or with its process, both of which the gateway bounds; while even that does not come,
+        the blocks stay with the load that they were lent to.
+        """
+        while not self.gate.close_place(place, SAY_S):
+            LOGGER.error("kvgate: a load was given up, and its copy into the pages has not ended yet")
+        if self.gate.cut_off(place):
+            self._wait_gone()
+
+    def _wait_gone(self) -> None:
+        """The process died in a copy; what it had queued on a device ends with its last bit."""
+        if self._mover < 0:
+            return
+        poll = select.poll()
+        poll.register(self._mover, select.POLLIN)
+        started = time.monotonic()
+        while not poll.poll(SAY_S * 1000):
+            LOGGER.error("kvgate: a transfer process is dying for %.0f s", time.monotonic() - started)
