@@ -41,10 +41,9 @@ class Judge:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        torch.set_grad_enabled(False)
         try:
             self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            self._model.train(False)
+            self._model.train(False).requires_grad_(False)
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # type: ignore[no-untyped-call,unused-ignore]
         except (OSError, ValueError) as error:
             raise ScreenError(f"{folder}: no model that transformers can load: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,91 @@
+"""Users' transforms, as `module:name` names them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from kvgate.client.artifacts import Artifact, Prefix
+from kvgate.screen.results import Result
+from kvgate.transforms.base import Compacted, PrefixKv, Window, compact
+from kvgate.transforms.recency import Recency
+from kvgate.transforms.rotary import Rotary
+
+
+class EverySecond:
+    """Keeps every second token."""
+
+    algorithm = "every-second"
+    algorithm_version = "3"
+    uses_query = False
+    ratio = Fraction(1, 2)
+
+    def parameters(self) -> tuple[tuple[str, str], ...]:
+        """None."""
+        return ()
+
+    def choose(self, source: PrefixKv, retained_tokens: int, window: Window | None) -> torch.Tensor:
+        """Even positions."""
+        return torch.arange(0, source.tokens, 2)[None, None]
+
+
+EVERY_SECOND = EverySecond()
+
+
+def legacy(source: PrefixKv, rotary: Rotary, window: Window | None) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A bare pair."""
+    return source.kv[:, :, :, ::2], source.token_ids[::2]
+
+
+def compacted(source: PrefixKv, rotary: Rotary, window: Window | None) -> Compacted:
+    """A compaction without a name."""
+    return compact(Recency(Fraction(1, 2)), source, rotary)
+
+
+def untouched(source: PrefixKv, rotary: Rotary, window: Window | None) -> Result:
+    """The first chunk as it is."""
+    return Result(source.kv[:, :, :, :32], source.token_ids[:32], [[list(range(32))]])
+
+
+def first_chunk(prefix: Prefix, window: Window | None) -> Artifact:
+    """A function for the SDK that keeps the first chunk."""
+    manifest = prefix.source.manifest(algorithm="first-chunk", version="1", parameters={"chunks": "1"}, retained=range(32))
+    return Artifact(prefix.keys[:, :, :32], prefix.values[:, :, :32], prefix.token_ids[:32], manifest, prefix.source)
+
+
+def by_query(prefix: Prefix, window: Window | None) -> Artifact:
+    """A function for the SDK that looks at the query and says so."""
+    assert window is not None
+    at = window.prompt[-1] % 32
+    query = window.query_ids(prefix.token_ids)
+    manifest = prefix.source.manifest(
+        algorithm="by-query", version="1", retained=range(at, at + 32), query=query, scope="query"
+    )
+    keys, values = prefix.keys[:, :, at : at + 32], prefix.values[:, :, at : at + 32]
+    return Artifact(keys, values, prefix.token_ids[at : at + 32], manifest, prefix.source)
+
+
+def bare(prefix: Prefix, window: Window | None) -> tuple[Any, Any, tuple[int, ...]]:
+    """A function for the SDK without a manifest."""
+    return prefix.keys[:, :, ::2], prefix.values[:, :, ::2], prefix.token_ids[::2]
+
+
+def nonsense(prefix: Prefix, window: Window | None) -> str:
+    """Gives something that is no result."""
+    return "no result"
+
+
+def nothing(source: PrefixKv, rotary: Rotary, window: Window | None) -> None:
+    """Gives nothing."""
+
+
+class NeedsSettings(EverySecond):
+    """Cannot be made without arguments."""
+
+    def __init__(self, setting: int) -> None:
+        self.setting = setting
+
+
+A_NUMBER = 7
