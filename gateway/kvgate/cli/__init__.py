@@ -1,4 +1,4 @@
-"""The ``kvgate`` command: serve, status, explain, doctor, config, address, screen."""
+"""The ``kvgate`` command: serve, status, explain, doctor, config, address, screen, verify."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from kvgate import __version__
-from kvgate.cli import address, config, doctor, explain, screen, serve, status
+from kvgate.cli import address, config, doctor, explain, screen, serve, status, verify
 
 _EPILOG = """\
 examples:
@@ -14,6 +14,7 @@ examples:
   kvgate status                     ask a running gateway how it is
   kvgate explain --last             why the latest lookups missed
   kvgate doctor                     what is wrong on this host, and what mends it
+  kvgate verify                     check that nobody is served what is another's, in every tier
   kvgate config                     every setting, its value and where it came from
   kvgate address --example > a.json && kvgate address a.json
   kvgate screen all                 whether results of KV transforms may be shared, and by which key
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         "config": config,
         "address": address,
         "screen": screen,
+        "verify": verify,
     }
     for module in modules.values():
         module.add_parser(commands)

@@ -171,13 +171,14 @@ class Engine:
         """Remove the lease's objects everywhere."""
         await call(self.desk.scheduler, Forget(lease=lease), Forgotten)
 
-    async def store(self, lease: bytes, rank: Rank, payloads: Mapping[int, Any], *, give_up: bool = False) -> int:
-        """Write one rank's rectangle of each chunk; how many became visible. ``payloads``: chunk → callable of the length in bytes."""
+    async def store(self, lease: bytes, rank: Rank, payloads: Mapping[int, Any], *, give_up: bool = False) -> str:
+        """Write one rank's rectangle of each chunk; "" or what was wrong. ``payloads``: chunk → callable of the length in bytes."""
         worker = self.workers[rank]
         reserved = await call(worker, Reserve(lease=lease, chunks=tuple(payloads)), Reserved)
-        written, dropped = [], []
+        written, dropped, others = [], [], set()
         for slot in reserved.slots:
             if slot.status != "slot":
+                others.add(slot.status)
                 continue
             data = payloads[slot.chunk](slot.length)
             self._view(reserved, slot)[:] = data
@@ -185,12 +186,12 @@ class Engine:
                 dropped.append(slot.reservation)
             else:
                 written.append(WrittenPayload(reservation=slot.reservation, digest=blake3(data).digest()))
-        if len(written) + len(dropped) < len(payloads):
-            await call(
-                worker, Commit(written=(), aborted=tuple(one.reservation for one in written) + tuple(dropped)), Committed
-            )
+        visible = (await call(worker, Commit(written=tuple(written), aborted=tuple(dropped)), Committed)).visible
+        if "full" in others:
             raise CannotRun("the pool has no room for the few objects of a run; see `kvgate status`")
-        return (await call(worker, Commit(written=tuple(written), aborted=tuple(dropped)), Committed)).visible
+        if others:
+            return "another object is stored under its name already"
+        return "" if visible == len(written) else "what was committed did not become visible"
 
     async def load(self, lease: bytes, rank: Rank, chunks: Sequence[int]) -> dict[int, tuple[bytes, bytes]]:
         """Copy one rank's rectangle of held chunks out of shared memory: chunk → bytes, and the digest promised for them."""

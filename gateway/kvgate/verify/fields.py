@@ -13,7 +13,20 @@ from typing import Any, Final
 from kvgate.contract.table import IDENTITY
 from kvgate.verify import sample
 from kvgate.verify.plants import FOUR, MULTIMODAL, Chunk, Prompt
-from kvgate.verify.sample import EARLY, HEADS, LATE, LAYERS, WHOLE, Shape, Value, adapter, digest_of, plan, split_into
+from kvgate.verify.sample import (
+    EARLY,
+    HEADS,
+    LATE,
+    LAYERS,
+    WHOLE,
+    Shape,
+    Value,
+    adapter,
+    digest_of,
+    file_digest,
+    plan,
+    split_into,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +68,13 @@ def _model(shape: Shape) -> dict[str, list[Other]]:
     return {
         f"{files}.role": _plain(f"{files}.role", "quantization", index="1"),
         f"{files}.size_bytes": _plain(f"{files}.size_bytes", 1),
-        f"{files}.digest": _plain(f"{files}.digest", digest_of("other weights"), index="2"),
+        f"{files}.digest": _plain(f"{files}.digest", file_digest(4, "other"), index="2"),
         "model.architecture.settings[].name": _plain("model.architecture.settings[].name", "head_dim"),
         "model.architecture.settings[].value": _plain("model.architecture.settings[].value", "4", index="1"),
         "model.adapter.artifacts[].role": _plain("model.adapter.artifacts[].role", "adapter_weights", of="adapter"),
         "model.adapter.artifacts[].size_bytes": _plain("model.adapter.artifacts[].size_bytes", 1, index="1", of="adapter"),
         "model.adapter.artifacts[].digest": [
-            Other({"model.adapter": adapter("other adapter weights")}, "adapter"),
+            Other({"model.adapter": adapter("other")}, "adapter"),
             Other({"model.adapter": None}, "adapter"),
             Other({"model.adapter": adapter()}),
         ],
@@ -240,4 +253,10 @@ def fields(shape: Shape, classes: tuple[str, ...]) -> dict[str, list[Other]]:
     return {row.path: found[row.path] for row in IDENTITY}
 
 
-__all__ = ["ABSENT", "COMPONENTS_OF", "FOUR", "Other", "fields"]
+def needed(shape: Shape, classes: tuple[str, ...], wants: Callable[[str], bool]) -> frozenset[str]:
+    """Names of the plants without which the wanted fields can't be asked for; the others are nobody's."""
+    others = [other for path, found in fields(shape, classes).items() if wants(path) for other in found]
+    return frozenset({"ordinary", "sibling"} | {other.of for other in others})
+
+
+__all__ = ["ABSENT", "COMPONENTS_OF", "FOUR", "Other", "fields", "needed"]

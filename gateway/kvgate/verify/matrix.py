@@ -16,11 +16,11 @@ from kvgate.contract.table import EXCLUDED
 from kvgate.protocol.verify_messages import ABSENT, THERE
 from kvgate.verify import derive
 from kvgate.verify.admin import Operator
-from kvgate.verify.engine import Desk, Engine
+from kvgate.verify.engine import Desk, Engine, pieces
 from kvgate.verify.fields import ABSENT as TOLD_ABSENT
 from kvgate.verify.fields import COMPONENTS_OF, Other, fields
 from kvgate.verify.lookups import Expected, Kind, Verdict, in_order, must_be_refused, must_miss, refused
-from kvgate.verify.plants import Plant, Run
+from kvgate.verify.plants import FOUR, Plant, Run
 from kvgate.verify.results import L1, MEMORY, Progress, Report, Row, part
 from kvgate.verify.sample import Value, changed
 
@@ -120,7 +120,8 @@ class Matrix:
                 if rank == plant.left_out:
                     continue
                 payloads = {chunk: partial(self._payload, plant, tier, engine, rank, chunk) for chunk in range(plant.chunks)}
-                await engine.store(lease, rank, payloads, give_up=plant.given_up)
+                problem = await engine.store(lease, rank, payloads, give_up=plant.given_up)
+                self.report.row("everything is stored", HITS, "be stored").check(tier, problem and f"{plant.name}: {problem}")
 
     def _payload(self, plant: Plant, tier: str, engine: Engine, rank: tuple[int, int], chunk: int, length: int) -> bytes:
         return self.run.payload(tier, plant, chunk, engine.report.plan.rectangles_of(*rank)[0], length)
@@ -161,20 +162,22 @@ class Matrix:
         assert welcome is not None, "nothing is compared before a connection has greeted"
         engine = await self._kept(request)
         key = engine.opened.token_key
-        tokens = [chunk.documented(key) for chunk in prompt]
-        if tokens != [chunk.digest(key) for chunk in prompt]:
-            return "token digests are not the documented ones"
+        tokens = [chunk.digest(key) for chunk in prompt]
         bound = await engine.bind(request, tokens)
         try:
             shards = await engine.shards(bound.lease)
         finally:
             await engine.release(bound.lease)
-        self._planted.setdefault(tier, set()).update(bound.addresses[at : at + 32] for at in range(0, len(bound.addresses), 32))
-        expected = derive.chunks(derive.root(request, welcome.schema), tokens, welcome.schema)
-        if b"".join(expected) != bound.addresses:
-            return f"the chunk addresses of {plant.name} are not the documented ones"
-        if tuple(derive.shards(expected, request["plan"]["rectangles"], welcome.schema)) != shards:
-            return f"the object addresses of {plant.name} are not the documented ones"
+        self._planted.setdefault(tier, set()).update(pieces(bound.addresses))
+        documented = [chunk.documented(key) for chunk in prompt]
+        expected = derive.chunks(derive.root(request, welcome.schema), documented, welcome.schema)
+        for what, same in (
+            ("token digests", tokens == documented),
+            ("chunk addresses", tuple(expected) == pieces(bound.addresses)),
+            ("object addresses", tuple(derive.shards(expected, request["plan"]["rectangles"], welcome.schema)) == shards),
+        ):
+            if not same:
+                return f"the {what} of {plant.name} are not the documented ones"
         return ""
 
     async def _field(self, path: str, others: list[Other]) -> None:
@@ -260,7 +263,11 @@ class Matrix:
         expected = plant.chunks
         if hits is not None:
             expected, prompt[hits:] = hits, [type(prompt[0])(self.run.tokens(f"{tier} never stored"))]
-        found = await engine.find(request, [chunk.digest(engine.opened.token_key) for chunk in prompt])
+        try:
+            found = await engine.find(request, [chunk.digest(engine.opened.token_key) for chunk in prompt])
+        except GatewayRefused as error:
+            row.fails(tier, f"the gateway answered {error.code}: {error.failure.problem}")
+            return
         try:
             problem = "" if found.held == expected else f"{found.held} of {expected} chunks hit"
             row.check(tier, problem)
@@ -307,14 +314,14 @@ class Matrix:
         """A lease that holds its chunks opens nothing for workers of another engine or domain."""
         if not self.wants("a held lease in another engine's hands"):
             return
-        plants = {plant.name: self._request(plant) for plant in self.run.plants}
-        ordinary = await self._kept(plants["ordinary"])
+        request = self.run.request({})
+        ordinary = await self._kept(request)
         row = self.report.row("a held lease in another engine's hands", MISSES, "be refused")
         prompt = self.run.prompt(L1, self.run.plants[0])
-        found = await ordinary.find(plants["ordinary"], [chunk.digest(ordinary.opened.token_key) for chunk in prompt])
-        stranger = await (await self._second()).engine(self.run.engine("stranger"), plants["ordinary"])
+        found = await ordinary.find(request, [chunk.digest(ordinary.opened.token_key) for chunk in prompt])
+        stranger = await (await self._second()).engine(self.run.engine("stranger"), request)
         try:
-            for engine in (await self._kept(plants["four"]), stranger):
+            for engine in (await self._kept(self.run.request(FOUR)), stranger):
                 row.check(MEMORY, "a worker was let at its bytes" if await engine.may_load(found.bound.lease, 0) else "")
             row.reason = "refused: lease"
         finally:

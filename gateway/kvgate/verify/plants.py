@@ -92,16 +92,18 @@ def class_plant(name: str) -> Plant:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: 32 random bytes, the shape of its gateway, and the engine classes it plants for."""
+    """One run: 32 random bytes, the shape of its gateway, and the engine classes it plants for. ``names``: of plants; none: all."""
 
     number: bytes
     shape: Shape
     classes: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
 
     @property
     def plants(self) -> tuple[Plant, ...]:
         """All that is planted, once for each tier."""
-        return (*PLANTS, *(class_plant(name) for name in self.classes[:1]))
+        made = (*PLANTS, *(class_plant(name) for name in self.classes[:1]))
+        return tuple(plant for plant in made if not self.names or plant.name in self.names)
 
     def request(self, patch: Mapping[str, Any]) -> Value:
         """The ordinary request with ``patch``."""

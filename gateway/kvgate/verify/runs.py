@@ -7,14 +7,16 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
+from kvgate.client.errors import GatewayRefused
 from kvgate.protocol.verify_messages import RUN_BYTES
 from kvgate.verify.admin import Operator
 from kvgate.verify.engine import Desk
+from kvgate.verify.fields import needed
 from kvgate.verify.link import CannotRun, Links
 from kvgate.verify.matrix import Matrix
 from kvgate.verify.plants import Run
@@ -149,8 +151,12 @@ async def whole(target: Target, path: Path, report: Report, progress: Progress) 
     async with _links(target) as links:
         await _clean_up_after_another(links, target, path, progress)
         planted = await _new(links, target)
-        async with _matrix(links, target, planted.run, report, progress) as matrix:
-            Planted(planted.run, planted.boot, matrix.tiers, os.getpid()).write(path)
+        run = planted.run
+        if target.only:
+            names = needed(run.shape, run.classes, target.wants) | {one.name for one in run.plants if target.wants(one.same)}
+            run = replace(run, names=names)
+        async with _matrix(links, target, run, report, progress) as matrix:
+            Planted(run, planted.boot, matrix.tiers, os.getpid()).write(path)
             try:
                 await matrix.plant()
                 await matrix.check()
@@ -219,6 +225,8 @@ async def _matrix(links: Links, target: Target, run: Run, report: Report, progre
         matrix = Matrix(run, desk, operator, report, progress, target.wants)
         try:
             yield matrix
+        except GatewayRefused as error:
+            raise CannotRun(f"the gateway refused a step that has to work: {error}") from error
         finally:
             await matrix.close()
         if not operator.reachable:

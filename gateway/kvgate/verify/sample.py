@@ -44,9 +44,14 @@ def digest_of(text: str) -> bytes:
     return bytes(blake3(f"kvgate verify {text}".encode()).digest())
 
 
-def artifact(role: str, text: str) -> Value:
+def file_digest(number: int, text: str = "") -> bytes:
+    """What one file holds: another ``text``, another file, in the same place of the order."""
+    return bytes([number]) + digest_of(f"file {number} {text}")[1:]
+
+
+def artifact(role: str, number: int, text: str = "") -> Value:
     """One file of that content."""
-    return {"role": role, "size_bytes": 1000 + len(text), "digest": digest_of(text)}
+    return {"role": role, "size_bytes": 1000 + number, "digest": file_digest(number, text)}
 
 
 def artifact_set(*files: Value) -> Value:
@@ -54,9 +59,9 @@ def artifact_set(*files: Value) -> Value:
     return {"artifacts": sorted(files, key=lambda one: (one["role"], one["digest"], one["size_bytes"]))}
 
 
-def adapter(weights: str = "adapter weights") -> Value:
-    """An adapter's two files."""
-    return artifact_set(artifact("adapter_config", "adapter config"), artifact("adapter_weights", weights))
+def adapter(text: str = "") -> Value:
+    """An adapter's two files, the weights of that content."""
+    return artifact_set(artifact("adapter_config", 1), artifact("adapter_weights", 2, text))
 
 
 def numerics_class(name: str) -> Value:
@@ -115,7 +120,7 @@ def request(shape: Shape) -> Value:
     }
     return {
         "model": {
-            "base": artifact_set(artifact("weights", "part 1"), artifact("weights", "part 2"), artifact("kv_scales", "scales")),
+            "base": artifact_set(artifact("weights", 3), artifact("weights", 4), artifact("kv_scales", 5)),
             "architecture": {"settings": [{"name": "hidden_size", "value": "12"}, {"name": "num_hidden_layers", "value": "3"}]},
             "adapter": None,
             "rope": {
