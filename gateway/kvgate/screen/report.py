@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -14,12 +15,13 @@ from kvgate.screen.screening import Screening
 _MARKS: Final = {True: "+", False: "!", None: " "}
 _COLORS: Final = {PREFIX: "#1a7f37", EXTENDED: "#0969da", CONNECTOR: "#8250df", ROUTING: "#9a6700", DANGEROUS: "#cf222e"}
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 190, 58, 26
+_FLOOR: Final = 1e-7  # of the drift axis: nothing drifts less than that
 _CSS: Final = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#1f2328;background:#fff}
 table{border-collapse:collapse;width:100%}td,th{padding:.3rem .6rem;border-bottom:1px solid #d1d9e0;text-align:left;vertical-align:top}
 .class{display:inline-block;padding:.1rem .6rem;border-radius:1rem;color:#fff;font-weight:600}
 .good{color:#1a7f37}.bad{color:#cf222e}.plots{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0}figcaption{font-size:.85rem;color:#59636e}
-svg text{font:11px system-ui,sans-serif;fill:#59636e}h2{margin-top:2.5rem}code{background:#f6f8fa;padding:0 .2rem}
+svg{max-width:100%}svg text{font:11px system-ui,sans-serif;fill:#59636e}h2{margin-top:2.5rem}code{background:#f6f8fa;padding:0 .2rem}
 """
 
 
@@ -155,18 +157,20 @@ def _tradeoff(screenings: Sequence[Screening]) -> str:
         known = [drift.kl for drift in one.drifts if drift is not None]
         if known:
             spots.append((one, statistics.median(found.ratio_bytes for found in one.measured), statistics.mean(known)))
-    top = max((kl for _, _, kl in spots), default=0.0)
-    if top <= 0:
+    if not spots:
         return ""
-    marks = []
-    for index, (one, ratio, kl) in enumerate(spots):
+    top = math.ceil(max(-3.0, *(math.log10(max(kl, _FLOOR)) for _, _, kl in spots)))
+    low, high = math.log10(_FLOOR), _HEIGHT - _BOTTOM - 12
+    marks, label_y = [], 0.0
+    for one, ratio, kl in sorted(spots, key=lambda spot: -spot[2]):
         x = _LEFT + (_WIDTH - _LEFT - 90) * min(ratio, 1.0)
-        y = 8 + (_HEIGHT - _BOTTOM - 12) * (1 - kl / top)
+        y = 8 + high * (top - math.log10(max(kl, _FLOOR))) / (top - low)
+        label_y = max(y + 4, label_y + 12)  # names of neighbours stand below each other
         marks.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='{_COLORS[one.judgement.name]}'/>")
-        marks.append(_text(x + 7, y - 3 + 11 * (index % 2), one.name))
-    axis = _axis() + _text(_LEFT - 4, 12, f"{top:.1e}", "end") + _text(_LEFT - 4, _HEIGHT - _BOTTOM, "0", "end")
+        marks.append(_text(x + 8, label_y, one.name))
+    axis = _axis() + _text(_LEFT - 4, 12, f"1e{top}", "end") + _text(_LEFT - 4, _HEIGHT - _BOTTOM, f"{_FLOOR:.0e}", "end")
     ends = _text(_LEFT, _HEIGHT - 8, "0 bytes") + _text(_WIDTH - 90, _HEIGHT - 8, "as raw", "end")
-    return _figure(axis + "".join(marks) + ends, "Mean KL (nats) against stored bytes; the colour is the class")
+    return _figure(axis + "".join(marks) + ends, "Mean KL (nats, logarithmic) against stored bytes; the colour is the class")
 
 
 def _axis() -> str:
