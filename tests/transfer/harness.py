@@ -158,25 +158,51 @@ def shared_maps(pid: int) -> set[str]:
 
 
 _WORKER = """
-import sys, torch
-from kvgate_kernels.export import export_pages
+import sys
 from tests.transfer.harness import Pages
 pages = Pages()
 print(pages.export.encode().hex(), flush=True)
 sys.stdin.read()
 """
 
+_DAEMON = """
+import asyncio, sys
+import structlog
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
+from kvgate.transfer.supervisor import TransferProcesses
+from tests.transfer.harness import ME, RAW, Pages
+async def main():
+    mover = TransferProcesses(sys.argv[1])
+    pages = Pages()
+    handle = await mover.attach(pages.export, RAW, ME, 60)
+    print(handle.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def _python(program: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A process that runs ``program``, and its first line; killed at the end if it was not before."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    command = [sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().decode()
+        finally:
+            process.kill()
+
 
 @contextmanager
 def worker() -> Iterator[tuple[subprocess.Popen[bytes], PageExport]]:
     """Another process with pages, to be killed, and their export."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
-    )
-    assert process.stdout is not None
-    try:
-        yield process, PageExport.decode(bytes.fromhex(process.stdout.readline().decode()))
-    finally:
-        process.kill()
-        process.wait()
+    with _python(_WORKER) as (process, line):
+        yield process, PageExport.decode(bytes.fromhex(line))
+
+
+@contextmanager
+def daemon() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process with a mover and pages attached in it, to be killed, and the id of its transfer process."""
+    with _python(_DAEMON, secrets.token_hex(16)) as (process, line):
+        yield process, int(line)
