@@ -1,0 +1,90 @@
+"""Artifacts for tests of variants: a source, a transform of it that keeps some tokens, and every way of asking for the result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvgate.client.artifacts import Artifact, Prefix, VariantCapability
+from kvgate.client.errors import GatewayRefused, NotStored
+from kvgate.client.sdk import Gateway as Sdk
+from kvgate.contract.manifest import TransformManifest
+from kvgate.protocol.messages import Failure
+
+SOURCE = tuple(range(1000, 1024))
+"""Six chunks of four tokens."""
+KEPT = (0, 1, 2, 3, 9, 10, 17, 23)
+"""Two chunks' worth of positions."""
+LISTED = "recency@1"
+"""What the gateways of these tests take as determined by the prefix."""
+
+
+def ids(kept: Sequence[int] = KEPT, source: Sequence[int] = SOURCE) -> tuple[int, ...]:
+    """Logical ids of an artifact."""
+    return tuple(source[at] for at in kept)
+
+
+def manifest(prefix: Prefix, **changes: Any) -> TransformManifest:
+    """SnapKV of ``prefix`` at ratio 1/3 for one query, with changes."""
+    values: dict[str, Any] = {
+        "algorithm": "snapkv",
+        "version": "1",
+        "parameters": {"ratio": "1/3"},
+        "retained": KEPT,
+        "query": (7, 8, 9),
+        "scope": "query",
+    }
+    return prefix.source.manifest(**(values | changes))
+
+
+def recency(prefix: Prefix, **changes: Any) -> TransformManifest:
+    """A transform that looks at nothing but the prefix."""
+    return manifest(prefix, **({"algorithm": "recency", "query": None, "scope": "prefix"} | changes))
+
+
+def artifact(prefix: Prefix, made: TransformManifest, kept: Sequence[int] = KEPT) -> Artifact:
+    """The kept tokens' KV under ``made``, marked so that it is no ordinary KV of them."""
+    take = list(kept)
+    keys, values = -prefix.keys[:, :, take], -prefix.values[:, :, take]
+    return Artifact(keys, values, ids(kept, prefix.token_ids), made, prefix.source)
+
+
+def holds(sdk: Sdk, capability: VariantCapability, wanted: Artifact, **how: Any) -> bool:
+    """Whether the capability gives exactly this artifact."""
+    keys, values = sdk.restore(capability, wanted.token_ids, **how)
+    return np.array_equal(keys, wanted.keys) and np.array_equal(values, wanted.values)
+
+
+def found(sdk: Sdk, made: TransformManifest, prefix: Prefix, token_ids: Sequence[int] | None = None) -> str:
+    """What a lookup of an exact manifest comes to: "hit", or the field that the refusal names."""
+    return outcome(lambda: sdk.find(made, prefix.source, token_ids or ids(source=prefix.token_ids)))
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """ "hit", "gone" where less than all is stored, or the field that the refusal names."""
+    try:
+        call()
+    except GatewayRefused as error:
+        return error.failure.field
+    except NotStored:
+        return "gone"
+    return "hit"
+
+
+def refusal(call: Callable[[], Any]) -> Failure:
+    """The gateway's refusal of a call."""
+    try:
+        call()
+    except GatewayRefused as error:
+        return error.failure
+    raise AssertionError("it was not refused")
+
+
+def altered(capability: VariantCapability, at: int) -> VariantCapability:
+    """One bit of it changed."""
+    data = bytearray(capability.data)
+    data[at] ^= 1
+    return dataclasses.replace(capability, data=bytes(data))
