@@ -38,6 +38,7 @@ class KVGateConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._block_pool: Any = None
+        self._saved: StepMetadata | None = None
         self._capture: QueryCapture | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._scheduler_side(vllm_config)
@@ -96,6 +97,12 @@ class KVGateConnector(KVConnectorBase_V1):
 
     def _captures(self) -> list[CaptureOp]:
         return self._step().captures if self.has_connector_metadata() else []
+
+    def _save_step(self) -> None:
+        meta = self._connector_metadata
+        if isinstance(meta, StepMetadata) and meta is not self._saved:
+            self._saved = meta
+            self._working.save(meta)
 
     def _evict(self, block_ids: set[int]) -> None:
         if self._block_pool is not None and block_ids:
@@ -179,10 +186,11 @@ class KVGateConnector(KVConnectorBase_V1):
         """See ``WorkerSide.save``."""
         if self._capture is not None:
             self._capture.finish_step()
-        self._working.save(self._step())
+        self._save_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See ``WorkerSide.finished``."""
+        self._save_step()  # vLLM 0.26 does not call wait_for_save in a step without a forward pass
         saved, received = self._working.finished()
         return saved or None, received or None
 
