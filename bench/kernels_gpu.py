@@ -156,12 +156,16 @@ def wall(work: Work, runs: int) -> list[float]:
     return taken[2:]
 
 
-def main_of(program: str, suite: str, about: str | None, run: Callable[[Report], None]) -> int:
-    """A GPU bench's command line: runs it and writes the records to a folder, also those of a run that breaks."""
-    parser = argparse.ArgumentParser(description=about)
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    """What the GPU benches' command lines have in common."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="")
-    options = parser.parse_args()
+    return parser
+
+
+def main_of(program: str, suite: str, options: argparse.Namespace, run: Callable[[Report], None]) -> int:
+    """Runs a GPU bench and writes the records to a folder, also those of a run that breaks."""
     torch.manual_seed(0)
     properties = torch.cuda.get_device_properties(0)
     machine = {**records.machine(), "gpu": properties.name, "gpu_memory_gib": properties.total_memory >> 30}

@@ -27,6 +27,7 @@ from bench.kernels_gpu import (
     WORKING_SET_CHUNKS,
     Launcher,
     Work,
+    arguments,
     captured,
     copier,
     in_turns,
@@ -267,7 +268,8 @@ def run(report: Report, *, everything: bool, runs: int = 20) -> None:
 
 def main() -> int:
     """Writes the records to a folder."""
-    return main_of("bench.kernels_h200", "kernelsh200", __doc__, lambda report: run(report, everything=True))
+    options = arguments(__doc__).parse_args()
+    return main_of("bench.kernels_h200", "kernelsh200", options, lambda report: run(report, everything=True))
 
 
 if __name__ == "__main__":

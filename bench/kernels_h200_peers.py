@@ -1,6 +1,6 @@
 """Times the GPU kernels of vLLM and LMCache that do the nearest job to ours, beside ours in the same run. On the GPU machine:
 
-    PYTHONPATH=bindings:.:FOLDER_OF_VLLM:FOLDER_OF_LMCACHE python3 -m bench.kernels_h200_peers --out FOLDER --commit HASH
+    PYTHONPATH=bindings:.:FOLDER_OF_VLLM python3 -m bench.kernels_h200_peers --out FOLDER --commit HASH --lmcache FOLDER_OF_LMCACHE
 
 A package that is not there, or does not load, is named with its reason in the records' versions. Same pages, tables and bytes for all;
 the working set is far larger than L2. Their kernels write other orders than our payloads, so outputs are compared element by element.
@@ -12,14 +12,17 @@ import importlib.metadata
 import importlib.util
 import mmap
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from bench import records
 from bench.kernels_common import Beside, Report
 from bench.kernels_gpu import (
     CHUNK,
@@ -30,6 +33,7 @@ from bench.kernels_gpu import (
     Launcher,
     Setup,
     Work,
+    arguments,
     captured,
     in_turns,
     main_of,
@@ -42,8 +46,7 @@ from kvgate_kernels import ChunkMove, Codec, Packer, PageLayout
 COUNTS: Final = (1, 16)
 """Chunks a call, of 33.5 MB each."""
 HOST_CHUNKS: Final = 16
-LMCACHE_OBJECTS: Final = 4
-"""What LMCache's kernel takes a call."""
+CHILD_S: Final = 120.0
 Part = Callable[[int, int], None]
 """Does the work for chunks first..first+count-1."""
 
@@ -293,98 +296,39 @@ def transfers(report: Report, case: Setup, name: str, store: Work, load: Work, r
     packer.close()
 
 
-def lmcache_operators() -> tuple[str, Any, Any, bool]:
-    """LMCache's version, operators and native types, and whether the operators are its compiled kernels or its torch fallback."""
-    if importlib.util.find_spec("lmcache") is None:
-        raise NotHere("LMCache is not installed")
-    # Its wheel may be built for a newer torch: functions that are never called may then be missing.
-    flags = sys.getdlopenflags()
-    sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_LOCAL)
-    try:
-        import lmcache
-        from lmcache import lmcache_native
-
-        operators = lmcache.device_ops
-        operators.ensure_native()
-    except (ImportError, AttributeError) as error:
-        raise NotHere(f"LMCache does not load: {error}") from error
-    finally:
-        sys.setdlopenflags(flags)
-    return str(lmcache.__version__), operators, lmcache_native, "lmcache.cuda_ops" in sys.modules
-
-
-def lmcache_kernels(report: Report, runs: int) -> str:
-    """LMCache's transfer of whole chunks between pages and objects [layer][token][KV head][K, V], four objects a call."""
-    version, ops, native, compiled = lmcache_operators()
-    case = setup(PageLayout.GPU_NHD_PACKED, Codec.RAW, WORKING_SET_CHUNKS)
-    raw = float(case.moved_bytes(1))
-    shape = ops.PageBufferShapeDesc()
-    shape.kv_size, shape.nl, shape.nb = 1, LAYERS, case.tensors[0].shape[0]
-    shape.bs, shape.nh, shape.hs, shape.element_size = 16, HEADS, 2 * DIM, 2
-    shape.block_stride_elems = 0
-    shape.dtype = torch.bfloat16
-    pages = [tensor.transpose(1, 2) for tensor in case.tensors]
-    addresses = torch.tensor([page.data_ptr() for page in pages], dtype=torch.int64, device="cuda")
-    table = torch.tensor(case.tables, dtype=torch.int64, device="cuda")
-    device, kind = torch.device("cuda", 0), native.EngineKVFormat.NL_X_NB_BS_NH_CS
-    ways = {"store": native.TransferDirection.D2H, "load": native.TransferDirection.H2D}
-
-    def move(way: str, objects: torch.Tensor, first: int, count: int) -> None:
-        """Chunks first..first+count-1 to or from ``objects``, which begin with chunk first."""
-        for at in range(0, count, LMCACHE_OBJECTS):
-            some = objects[at : min(at + LMCACHE_OBJECTS, count)]
-            ids = table[first + at : first + at + len(some)].flatten()
-            where = [one.data_ptr() for one in some] if compiled else list(some)
-            blocks = ids if compiled else ids.tolist()
-            ops.multi_layer_block_kv_transfer(
-                addresses if compiled else pages, where, blocks, device, ways[way], shape, CHUNK, kind, 0
-            )
-
-    name = "multi_layer_block_kv_transfer" if compiled else "torch_fallback"
-    room = torch.empty(WORKING_SET_CHUNKS, LAYERS, CHUNK, HEADS * 2 * DIM, dtype=torch.bfloat16, device="cuda")
-    move("store", room, 0, WORKING_SET_CHUNKS)
-    torch.cuda.synchronize()
-    told(f"LMCache {name}", same_rows(case, list(room.transpose(0, 1).flatten(1, 2).unbind(0))))
-    for way, verb in (("store", "pack"), ("load", "unpack")):
-
-        def part(first: int, count: int, way: str = way) -> None:
-            move(way, room[first:], first, count)
-
-        ours = launches(case, verb == "pack"), raw
-        beside(report, f"kernel.{verb}.raw.beside.lmcache_{name}", ours, (part, raw), runs, graphs=compiled)
-
-    host = torch.empty(HOST_CHUNKS, *room.shape[1:], dtype=torch.bfloat16, pin_memory=True)
-
-    def direct(way: str) -> Work:
-        return lambda: move(way, host, 0, HOST_CHUNKS)
-
-    def staged(way: str) -> Work:
-        def work() -> None:
-            for at in range(0, HOST_CHUNKS, LMCACHE_OBJECTS):
-                part, stage = host[at : at + LMCACHE_OBJECTS], room[:LMCACHE_OBJECTS]
-                if way == "load":
-                    stage.copy_(part, non_blocking=True)
-                move(way, stage, at, LMCACHE_OBJECTS)
-                if way == "store":
-                    part.copy_(stage, non_blocking=True)
-
-        return work
-
-    if compiled:
-        transfers(report, case, f"lmcache_{name}_direct", direct("store"), direct("load"), runs)
-    transfers(report, case, f"lmcache_{name}_staged", staged("store"), staged("load"), runs)
-    return f"{version}, {'compiled kernels' if compiled else 'torch fallback: its compiled kernels do not load'}"
+def lmcache_kernels(report: Report, folder: Path | None) -> str:
+    """LMCache's kernels in a process of their own: one built for another torch may crash it. ``folder``: where that LMCache is."""
+    environment = dict(os.environ)
+    if folder is not None:
+        environment["PYTHONPATH"] = f"{folder}:{environment.get('PYTHONPATH', '')}"
+    with tempfile.TemporaryDirectory() as room:
+        command = [sys.executable, "-m", "bench.kernels_h200_lmcache", "--out", room, "--commit", report.commit]
+        try:
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=CHILD_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise NotHere(f"LMCache's kernels took more than {CHILD_S} s") from error
+        print(done.stdout, end="", flush=True)
+        found = [record for path in Path(room).glob("*.json") for record in records.read(path)]
+    report.records.extend(found)
+    if done.returncode < 0:
+        raise NotHere(f"LMCache's kernels crash under torch {torch.__version__} (signal {-done.returncode})")
+    if done.returncode:
+        raise NotHere(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else f"status {done.returncode}")
+    return found[0].versions["lmcache_kernels"]
 
 
-def run(report: Report, runs: int = 7) -> None:
-    """All peers that can be run here; the versions of the others say why they cannot."""
-    versions = dict(report.versions)
-    report.versions = versions
-    for name, kernels in (("vllm_kernels", vllm_kernels), ("lmcache_kernels", lmcache_kernels)):
+def run(report: Report, runs: int = 7, lmcache: Sequence[Path] = ()) -> None:
+    """All peers that can be run here; the versions of the others say why they cannot. ``lmcache``: folders, one an LMCache."""
+    report.versions = versions = dict(report.versions)
+    work: dict[str, Callable[[], str]] = {"vllm_kernels": lambda: vllm_kernels(report, runs)}
+    work |= {f"lmcache_kernels {folder.name}": partial(lmcache_kernels, report, folder) for folder in lmcache}
+    if not lmcache:
+        work["lmcache_kernels"] = partial(lmcache_kernels, report, None)
+    for name, kernels in work.items():
         # Batched copies are refused on the legacy default stream.
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             try:
-                versions[name] = kernels(report, runs)
+                versions[name] = kernels()
             except NotHere as why:
                 versions[name] = f"not available here: {why}"
         print(f"{name}: {versions[name]}", flush=True)
@@ -393,7 +337,10 @@ def run(report: Report, runs: int = 7) -> None:
 
 def main() -> int:
     """Writes the records to a folder."""
-    return main_of("bench.kernels_h200_peers", "kernelspeersh200", __doc__, run)
+    parser = arguments(__doc__)
+    parser.add_argument("--lmcache", type=Path, action="append", default=[], help="a folder with one LMCache; repeatable")
+    options = parser.parse_args()
+    return main_of("bench.kernels_h200_peers", "kernelspeersh200", options, lambda report: run(report, lmcache=options.lmcache))
 
 
 if __name__ == "__main__":
