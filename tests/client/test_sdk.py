@@ -1,0 +1,520 @@
+"""The SDK against a real gateway: what is fetched was stored, what is published is restored, and nothing else passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvgate.client.artifacts import Artifact, Prefix, VariantCapability
+from kvgate.client.moves import BATCH_CHUNKS
+from kvgate.client.payloads import decode, encode
+from kvgate.client.sdk import ArtifactError, Gateway, GatewayRefused, GatewayUnavailable, NotStored
+from kvgate.contract.errors import ContractError
+from kvgate.contract.manifest import position_map, query_digest, retained, source_prefix
+from kvgate.contract.plan import PartitionPlan
+from kvgate.contract.representation import ComponentFormat
+from tests.client.sdk_engine import WAIT_S, GatewayThread, SdkEngine, config, k16v8
+from tests.daemon import makers
+
+TOKENS = tuple(range(500, 522))
+"""Five whole chunks of four, and two tokens more."""
+WHOLE = TOKENS[:20]
+KEPT = [0, 1, 2, 3, 16, 17, 18, 19]
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[GatewayThread]:
+    """One gateway for the module."""
+    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
+    running = GatewayThread(config(folder)).start()
+    yield running
+    running.stop()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(gateway: GatewayThread) -> Iterator[SdkEngine]:
+    """Two ranks, bfloat16."""
+    made = SdkEngine(gateway.socket)
+    made.store(TOKENS)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def sdk(gateway: GatewayThread, engine: SdkEngine) -> Iterator[Gateway]:
+    """A client of that engine's model."""
+    with Gateway(gateway.socket, model=engine.model.digest().hex()[:16]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prefix(sdk: Gateway) -> Prefix:
+    """The stored KV."""
+    return sdk.fetch(TOKENS)
+
+
+def keep(prefix: Prefix, kept: list[int] = KEPT, **changes: Any) -> Artifact:
+    """Some of the prefix's tokens, under a manifest of scope request, with changes of it."""
+    values: dict[str, Any] = {"algorithm": "keep", "version": "1", "parameters": {"n": "8"}, "retained": kept}
+    return Artifact(
+        prefix.keys[:, :, kept],
+        prefix.values[:, :, kept],
+        tuple(prefix.token_ids[at] for at in kept),
+        prefix.source.manifest(**(values | changes)),
+        prefix.source,
+    )
+
+
+def same(found: tuple[Any, Any], wanted: Artifact) -> bool:
+    """Keys and values are the artifact's."""
+    return np.array_equal(found[0], wanted.keys) and np.array_equal(found[1], wanted.values)
+
+
+# Fetching.
+
+
+def test_a_prefix_is_what_the_engine_stored(engine: SdkEngine, prefix: Prefix) -> None:
+    """Bit for bit, its whole chunks, with what a transform has to know about them."""
+    keys, values = engine.kv(TOKENS)
+    assert np.array_equal(prefix.keys, keys[:, :, :20])
+    assert np.array_equal(prefix.values, values[:, :, :20])
+    assert prefix.keys.dtype == np.float32
+    assert (prefix.token_ids, prefix.dtype, prefix.chunk_tokens) == (WHOLE, "bfloat16", 4)
+    assert prefix.rope == engine.model.rope
+    assert prefix.source.model == engine.model.digest()
+    assert prefix.source.payload_format == engine.form.digest()
+
+
+PLANS: dict[str, PartitionPlan] = {
+    "one worker": makers.plan(),
+    "two stages": makers.plan(pp=2),
+    "two stages of two": makers.plan(tp=2, pp=2),
+    "copies": makers.plan(tp=4),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_partition_plan_does_not_show(gateway: GatewayThread, plan: PartitionPlan) -> None:
+    """However layers and heads are split over workers, arrays are of the whole model, both ways."""
+    numerics = makers.numerics(tensor_parallel=plan.tensor_parallel, pipeline_parallel=plan.pipeline_parallel)
+    engine = SdkEngine(gateway.socket, "planned", plan=plan, numerics=numerics, weights="planned")
+    keys, _ = engine.store(TOKENS)
+    with Gateway(gateway.socket, model=engine.model.digest().hex()) as sdk:
+        prefix = sdk.fetch(TOKENS)
+        assert np.array_equal(prefix.keys, keys[:, :, :20])
+        artifact = keep(prefix)
+        assert same(sdk.restore(sdk.publish(artifact)), artifact)
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_cache_types_are_as_exact(gateway: GatewayThread, dtype: str) -> None:
+    """Half and single precision; the torch view has the cache's own type."""
+    plain = ComponentFormat(dtype=dtype, group=None, scale_dtype=None)
+    form = makers.representation(k_format=plain, v_format=plain)
+    engine = SdkEngine(gateway.socket, "typed", representation=form, weights=dtype)
+    keys, values = (array.astype(np.float16).astype(np.float32) for array in engine.kv(TOKENS))
+    engine.kv = lambda *_: (keys, values)  # type: ignore[method-assign]
+    engine.store(TOKENS)
+    with Gateway(gateway.socket, model=engine.model.digest().hex()) as sdk:
+        prefix = sdk.fetch(TOKENS)
+        assert np.array_equal(prefix.keys, keys[:, :, :20])
+        assert np.array_equal(prefix.values, values[:, :, :20])
+        assert prefix.torch().dtype is getattr(torch, dtype)
+        artifact = keep(prefix)
+        assert same(sdk.restore(sdk.publish(artifact)), artifact)
+    engine.close()
+
+
+def test_a_prefix_as_a_tensor(prefix: Prefix) -> None:
+    """[layer, K or V, head, token, dim] of the cache's type."""
+    tensor = prefix.torch()
+    assert (tuple(tensor.shape), tensor.dtype) == ((2, 2, 2, 20, 4), torch.bfloat16)
+    assert np.array_equal(tensor[:, 0].float().numpy(), prefix.keys)
+    assert np.array_equal(tensor[:, 1].float().numpy(), prefix.values)
+
+
+def test_what_is_stored_in_part_is_not_handed_out_in_part(sdk: Gateway) -> None:
+    """A prompt whose end, or whose beginning, nobody computed: the error says how much there is."""
+    with pytest.raises(NotStored) as caught:
+        sdk.fetch((*WHOLE, *range(8)))
+    assert (caught.value.tokens, caught.value.wanted) == (20, 28)
+    with pytest.raises(NotStored) as caught:
+        sdk.fetch((1, *WHOLE[1:]))
+    assert caught.value.tokens == 0
+
+
+def test_a_prefix_of_less_than_a_chunk_has_no_kv(sdk: Gateway) -> None:
+    """Only whole chunks are stored."""
+    for tokens in ((), TOKENS[:3]):
+        with pytest.raises(ArtifactError, match="less than one chunk"):
+            sdk.fetch(tokens)
+
+
+def test_long_prefixes_come_in_batches(gateway: GatewayThread, engine: SdkEngine, sdk: Gateway) -> None:
+    """More chunks than one message moves, there and back."""
+    tokens = tuple(range(10_000, 10_000 + 4 * (2 * BATCH_CHUNKS + 1)))
+    keys, _ = engine.store(tokens)
+    prefix = sdk.fetch(tokens)
+    assert np.array_equal(prefix.keys, keys)
+    artifact = keep(prefix, list(range(4, len(tokens))))
+    assert same(sdk.restore(sdk.publish(artifact)), artifact)
+
+
+def test_damaged_bytes_are_not_handed_out(gateway: GatewayThread, engine: SdkEngine, sdk: Gateway) -> None:
+    """Bytes that changed in the pool are found by their digest: an error, and the object is served to nobody again."""
+    tokens = tuple(range(600, 612))
+    before = {slot.offset for slot in pool_slots(gateway)}
+    engine.store(tokens)
+    (first, *_) = [slot for slot in pool_slots(gateway) if slot.offset not in before]
+    view = gateway.gateway._pool._mapping.slice(first)  # type: ignore[union-attr]
+    view[-1] ^= 1
+    with pytest.raises(NotStored):
+        sdk.fetch(tokens)
+    with pytest.raises(NotStored):
+        sdk.fetch(tokens)
+    engine.store(tokens)
+    assert np.array_equal(sdk.fetch(tokens).keys, engine.kv(tokens)[0])
+
+
+def pool_slots(gateway: GatewayThread) -> list[Any]:
+    """Slots of all stored objects."""
+    return [found.slot for found in gateway.gateway._backend._objects.values()]  # type: ignore[union-attr]
+
+
+# Publishing and restoring.
+
+
+def test_an_artifact_is_restored_as_it_was_published(sdk: Gateway, prefix: Prefix) -> None:
+    """Bit for bit, by the capability alone, also from its text."""
+    artifact = keep(prefix)
+    capability = sdk.publish(artifact)
+    assert same(sdk.restore(capability), artifact)
+    again = VariantCapability.from_hex(capability.hex)
+    assert same(sdk.restore(again, artifact.token_ids), artifact)
+    assert capability.kv_transfer_params == {"kvgate_variant": capability.hex}
+    assert capability.token_ids == artifact.token_ids
+    assert capability.variant == artifact.manifest.digest()
+    assert 0 < capability.expires_s - time.time() <= 3600
+    assert artifact.scope == capability.scope == "request"
+
+
+def test_tensors_are_taken_as_well(sdk: Gateway, prefix: Prefix) -> None:
+    """Torch tensors of the cache's type, of float32, and numpy halves give what their numbers are."""
+    artifact = keep(prefix)
+    forms: list[Callable[[Any], Any]] = [
+        lambda array: torch.from_numpy(array).to(torch.bfloat16),
+        lambda array: torch.from_numpy(array).requires_grad_(),
+        lambda array: array[:, :, ::-1][:, :, ::-1],
+    ]
+    for form in forms:
+        given = dataclasses.replace(artifact, keys=form(artifact.keys), values=form(artifact.values))
+        assert same(sdk.restore(sdk.publish(given)), artifact)
+    halves = dataclasses.replace(artifact, keys=artifact.keys.astype(np.float16), values=artifact.values.astype(np.float16))
+    keys, _ = sdk.restore(sdk.publish(halves))
+    wanted = torch.from_numpy(halves.keys).float().to(torch.bfloat16).float().numpy()
+    assert np.array_equal(keys, wanted)
+
+
+def test_what_the_caller_changes_later_changes_nothing(sdk: Gateway, prefix: Prefix) -> None:
+    """Bytes are copied when they are published."""
+    artifact = keep(prefix)
+    mine = dataclasses.replace(artifact, keys=artifact.keys.copy())
+    capability = sdk.publish(mine)
+    mine.keys[:] = 7
+    assert same(sdk.restore(capability), artifact)
+
+
+BAD: dict[str, Callable[[Artifact], Artifact | tuple[Any, ...]]] = {
+    "one token less": lambda a: dataclasses.replace(
+        a, keys=a.keys[:, :, 1:], values=a.values[:, :, 1:], token_ids=a.token_ids[1:]
+    ),
+    "no tokens": lambda a: dataclasses.replace(a, keys=a.keys[:, :, :0], values=a.values[:, :, :0], token_ids=()),
+    "ids that do not match": lambda a: dataclasses.replace(a, token_ids=a.token_ids[:4]),
+    "values of another length": lambda a: dataclasses.replace(a, values=a.values[:, :, :4]),
+    "a layer less": lambda a: dataclasses.replace(a, keys=a.keys[1:], values=a.values[1:]),
+    "a head less": lambda a: dataclasses.replace(a, keys=a.keys[:, 1:], values=a.values[:, 1:]),
+    "another dim": lambda a: dataclasses.replace(a, keys=a.keys[..., :2]),
+    "transposed": lambda a: dataclasses.replace(a, keys=a.keys.transpose(0, 2, 1, 3)),
+    "integers": lambda a: dataclasses.replace(a, keys=a.keys.astype(np.int32)),
+    "doubles": lambda a: dataclasses.replace(a, values=a.values.astype(np.float64)),
+    "bytes": lambda a: dataclasses.replace(a, keys=b"keys"),
+    "out of range": lambda a: dataclasses.replace(a, keys=np.full_like(a.keys, 3.4e38)),
+    "a tuple of other length": lambda a: (a.keys[:, :, 1:], a.values[:, :, 1:], a.token_ids[1:]),
+}
+
+
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD)
+def test_what_is_no_artifact_of_this_model_is_refused_here(
+    gateway: GatewayThread, sdk: Gateway, prefix: Prefix, change: Callable[[Artifact], Any]
+) -> None:
+    """Before it is stored, with a reason, and with nothing left reserved."""
+    with pytest.raises(ArtifactError):
+        sdk.publish(change(keep(prefix)))
+    assert idle(gateway)
+
+
+def idle(gateway: GatewayThread) -> bool:
+    """Wait until nothing is leased, loaded or reserved."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        status = gateway.status()
+        if not any([status["leases"], status["open_loads"], status["open_writes"], status["storage"]["holds"]]):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_legacy_result_is_published_for_its_holder(sdk: Gateway, prefix: Prefix) -> None:
+    """A bare tuple, whose source nobody knows; adapter and salt can't be claimed for anything else."""
+    artifact = keep(prefix)
+    bare = (artifact.keys, artifact.values, list(artifact.token_ids))
+    capability = sdk.publish(bare)
+    assert capability.scope == "request"
+    assert same(sdk.restore(capability), artifact)
+    salted = sdk.publish(bare, salt="s")
+    assert same(sdk.restore(salted, salt="s"), artifact)
+    with pytest.raises(GatewayRefused):
+        sdk.restore(salted)
+    with pytest.raises(ArtifactError, match="those of its source"):
+        sdk.publish(artifact, salt="s")
+
+
+def test_a_trained_prefix_goes_the_same_way(sdk: Gateway) -> None:
+    """Its source is text that was never cached, of any length; nothing is retained; ids are what its maker says they are."""
+    source = sdk.source(range(4001, 4012))
+    made = source.manifest(algorithm="cartridge", version="1", parameters={"steps": "100"}, scope="request")
+    assert (made.source_tokens, made.retained.tokens, made.query) == (11, 0, None)
+    random = np.random.default_rng(1)
+    keys, values = (random.standard_normal((2, 2, 4, 4)).astype(np.float16).astype(np.float32) for _ in range(2))
+    keys, values = (torch.from_numpy(array).to(torch.bfloat16).float().numpy() for array in (keys, values))
+    artifact = Artifact(keys, values, (1, 2, 3, 4), made, source)
+    assert same(sdk.restore(sdk.publish(artifact)), artifact)
+
+
+def test_two_who_publish_one_thing_at_once_both_get_it(gateway: GatewayThread, sdk: Gateway, prefix: Prefix) -> None:
+    """One manifest in two threads: each gets a capability, and what it opens is whole."""
+    artifact = keep(prefix, query=(1, 2), scope="query")
+    found: list[VariantCapability] = []
+    threads = [threading.Thread(target=lambda: found.append(sdk.publish(artifact))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(found) == 6
+    assert all(same(sdk.restore(one), artifact) for one in found)
+    assert idle(gateway)
+
+
+def test_codes_of_a_coded_gateway_are_the_artifacts() -> None:
+    """Where values are stored in 8 bits, what is restored is the artifact coded once, and keys stay exact."""
+    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
+    running = GatewayThread(config(folder, codec="k16v8")).start()
+    engine = SdkEngine(running.socket, representation=k16v8())
+    keys, values = engine.store(TOKENS)
+    with Gateway(running.socket) as sdk:
+        coded = sdk.fetch(TOKENS)
+        assert np.array_equal(coded.keys, keys[:, :, :20])
+        assert np.allclose(coded.values, values[:, :, :20], atol=0.05)
+        artifact = keep(coded)
+        found = sdk.restore(sdk.publish(artifact))
+        whole = dataclasses.replace(engine.plan.rectangles[0], head_end=2)
+        parts = [slice(0, 4), slice(4, 8)]
+        wanted = [
+            decode(engine.form, whole, encode(engine.form, whole, artifact.keys[:, :, p], artifact.values[:, :, p]))
+            for p in parts
+        ]
+        assert np.array_equal(found[0], artifact.keys)
+        assert np.array_equal(found[1], np.concatenate([values for _, values in wanted], axis=2))
+        broken = dataclasses.replace(artifact, values=np.full_like(artifact.values, np.nan))
+        with pytest.raises(ArtifactError, match="NaN"):
+            sdk.publish(broken)
+        assert idle(running)
+    engine.close()
+    running.stop()
+    shutil.rmtree(folder)
+
+
+def test_an_artifact_that_does_not_fit_leaves_nothing_behind() -> None:
+    """A pool too small for it: an error that says so, no capability, and no reservation left."""
+    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
+    running = GatewayThread(config(folder, pool_bytes=1 << 20)).start()
+    engine = SdkEngine(running.socket)
+    tokens = tuple(range(4 * 200))
+    keys, values = engine.kv(tokens)
+    with Gateway(running.socket) as sdk:
+        with pytest.raises((GatewayUnavailable, GatewayRefused)):
+            sdk.publish((keys, values, tokens))
+        assert idle(running)
+    engine.close()
+    running.stop()
+    shutil.rmtree(folder)
+
+
+# Manifests.
+
+
+def test_a_manifest_says_what_the_contract_says(sdk: Gateway, engine: SdkEngine, prefix: Prefix) -> None:
+    """The helper fills the contract's record; defaults are explicit values in it."""
+    made = prefix.source.manifest(
+        algorithm="keep", version="1", parameters=[("b", "2"), ("a", "1")], retained=np.array(KEPT), query=[5, 6], scope="query"
+    )
+    assert [(one.name, one.value) for one in made.parameters] == [("a", "1"), ("b", "2")]
+    assert made.retained == retained([[KEPT]], "model")
+    assert made.position_map == position_map([[KEPT]], [[list(range(8))]])
+    assert made.query == query_digest(engine.opened.token_key, [5, 6])
+    assert (made.source_prefix, made.source_tokens) == (prefix.source.prefix, 20)
+    assert prefix.source.prefix != source_prefix(makers.name("root"), 20, None)
+    assert prefix.source.manifest(algorithm="keep", version="1").query is None
+
+
+@pytest.mark.parametrize(
+    ("positions", "per"),
+    [
+        (KEPT, "model"),
+        (torch.tensor(KEPT), "model"),
+        (torch.tensor([[KEPT]]), "model"),
+        ([KEPT, KEPT], "layer"),
+        (torch.tensor([[KEPT], [KEPT]]), "layer"),
+        (np.array([[KEPT, KEPT], [KEPT, KEPT]]), "head"),
+    ],
+    ids=["list", "tensor", "1 1 n", "layers", "n 1 n", "heads"],
+)
+def test_positions_come_in_any_of_three_shapes(prefix: Prefix, positions: Any, per: str) -> None:
+    """Per model, per layer, per head, however they are held."""
+    made = prefix.source.manifest(algorithm="keep", version="1", retained=positions)
+    assert (made.retained.per, made.retained.tokens) == (per, 8)
+    moved = prefix.source.manifest(algorithm="keep", version="1", retained=positions, new_positions=list(range(1, 9)))
+    assert moved.position_map != made.position_map
+    assert moved.retained == made.retained
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"retained": [0, 20]}, ArtifactError),
+        ({"retained": [[0, 1], [0, 20]]}, ArtifactError),
+        ({"retained": [[[[0]]]]}, ArtifactError),
+        ({"retained": [3, 2]}, ContractError),
+        ({"retained": [-1, 2]}, ContractError),
+        ({"retained": [[0, 1], [0]]}, ContractError),
+        ({"retained": [0, 1], "new_positions": [0]}, ContractError),
+        ({"parameters": [("a", "1"), ("a", "2")]}, ArtifactError),
+        ({"parameters": {"A": "1"}}, ContractError),
+        ({"parameters": {"a": 1}}, ContractError),
+        ({"algorithm": "Keep"}, ContractError),
+        ({"version": ""}, ContractError),
+        ({"query": []}, ContractError),
+        ({"scope": "query"}, ContractError),
+        ({"scope": "prefix", "query": [1]}, ContractError),
+        ({"scope": "global"}, ArtifactError),
+        ({"scope": "all"}, ContractError),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_makes_no_sense_is_refused_here(prefix: Prefix, change: dict[str, Any], error: type[Exception]) -> None:
+    """Before anything is sent."""
+    with pytest.raises(error):
+        prefix.source.manifest(**({"algorithm": "keep", "version": "1"} | change))
+
+
+# Whose it is.
+
+
+def test_adapters_are_named_by_digest_or_the_digits_it_begins_with(engine: SdkEngine, sdk: Gateway) -> None:
+    """An adapter nobody registered, and digits of several, are refused."""
+    adapter = engine.add_adapter("kjv")
+    engine.add_adapter("python")
+    keys, _ = engine.store(TOKENS, adapter=adapter)
+    for name in (adapter, adapter.hex(), adapter.hex()[:12]):
+        found = sdk.fetch(TOKENS, adapter=name)
+        assert np.array_equal(found.keys, keys[:, :, :20])
+        assert found.source.adapter == adapter
+        assert found.source.model != engine.model.digest()
+    for wrong in ("", "zz"):
+        with pytest.raises(ArtifactError, match="adapters of this engine"):
+            sdk.fetch(TOKENS, adapter=wrong)
+    with pytest.raises(GatewayRefused) as caught:
+        sdk.fetch(TOKENS, adapter=makers.name("nobody's"))
+    assert caught.value.failure.field == "adapter"
+
+
+def test_salts_are_taken_as_text(engine: SdkEngine, sdk: Gateway) -> None:
+    """As a request gives it; other salts have other KV, and an empty one is refused."""
+    engine.store(TOKENS, salt="mine")
+    assert sdk.fetch(TOKENS, salt="mine").source.salt is not None
+    with pytest.raises(NotStored):
+        sdk.fetch(TOKENS, salt="theirs")
+    with pytest.raises(ContractError):
+        sdk.fetch(TOKENS, salt="")
+
+
+def test_nothing_secret_is_printed(engine: SdkEngine, sdk: Gateway, prefix: Prefix) -> None:
+    """Neither tokens, keys, salts nor the capability show in what objects print."""
+    artifact = keep(prefix)
+    capability = sdk.publish(artifact)
+    text = repr([prefix, prefix.source, artifact, capability])
+    secrets = [capability.hex[:16], "500", repr(engine.opened.token_key)[2:20], engine.opened.token_key.hex()]
+    assert not [one for one in secrets if one in text]
+
+
+# When the gateway is not as one would like.
+
+
+def test_without_a_gateway_each_call_ends_at_its_deadline(tmp_path: Path) -> None:
+    """No answer is an error of its own."""
+    with Gateway(str(tmp_path / "none.sock"), deadline_s=0.1) as sdk, pytest.raises(GatewayUnavailable, match="no gateway"):
+        sdk.fetch(TOKENS)
+
+
+def test_without_an_engine_the_refusal_says_what_is_missing() -> None:
+    """A gateway with nothing registered, or with two models and no word which: the remedy is in the refusal."""
+    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
+    running = GatewayThread(config(folder)).start()
+    with Gateway(running.socket) as sdk:
+        with pytest.raises(GatewayRefused) as caught:
+            sdk.fetch(TOKENS)
+        assert caught.value.code == "unsealed"
+        engines = [SdkEngine(running.socket, name, weights=name) for name in ("one", "two")]
+        with pytest.raises(GatewayRefused) as caught:
+            sdk.fetch(TOKENS)
+        assert caught.value.failure.field == "model"
+        for engine in engines:
+            engine.close()
+    running.stop()
+    shutil.rmtree(folder)
+
+
+def test_a_client_lives_through_a_restart_of_the_gateway() -> None:
+    """The same object works on: what was in memory is gone, and its capability says so; a source is the same source."""
+    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
+    running = GatewayThread(config(folder)).start()
+    engine = SdkEngine(running.socket)
+    engine.store(TOKENS)
+    with Gateway(running.socket) as sdk:
+        artifact = keep(sdk.fetch(TOKENS))
+        capability = sdk.publish(artifact)
+        engine.close()
+        running.stop()
+        running = GatewayThread(config(folder)).start()
+        engine = SdkEngine(running.socket)
+        with pytest.raises(NotStored) as caught:
+            sdk.restore(capability)
+        assert (caught.value.tokens, caught.value.wanted) == (0, 8)
+        engine.store(TOKENS)
+        assert keep(sdk.fetch(TOKENS)).manifest == artifact.manifest
+        assert same(sdk.restore(sdk.publish(artifact)), artifact)
+    engine.close()
+    running.stop()
+    shutil.rmtree(folder)
