@@ -66,10 +66,10 @@ class Wire:
         return wire
 
     @classmethod
-    async def open(cls, path: Path, role: str = "scheduler", credential: bytes | None = None) -> Wire:
+    async def open(cls, path: Path, role: str = "scheduler", credential: bytes | None = None, **changes: Any) -> Wire:
         """Connect and say hello."""
         wire = await cls.connect(path)
-        await wire.call(hello(role, credential), Welcome)
+        await wire.call(hello(role, credential, **changes), Welcome)
         return wire
 
     def post(self, message: Record) -> asyncio.Future[Record]:

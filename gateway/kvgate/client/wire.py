@@ -14,6 +14,7 @@ from kvgate.contract.record import Record
 from kvgate.protocol.catalog import REPLIES, SINCE
 from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
 from kvgate.protocol.messages import Bound, Commit, Failure, FinishLoad, LoadPlan, Release, Reserved
+from kvgate.protocol.page_messages import CommitPages, PagesPacked
 from kvgate.protocol.variant_messages import VariantBound, VariantOpened
 
 MAX_UNSENT_BYTES: Final = 16 << 20
@@ -149,5 +150,7 @@ def undoing(reply: Record) -> Record | None:
         case Reserved():
             aborted = tuple(slot.reservation for slot in reply.slots if slot.status == "slot")
             return Commit(written=(), aborted=aborted) if aborted else None
+        case PagesPacked():
+            return CommitPages(ticket=reply.ticket, keep=False) if reply.ticket else None
         case _:
             return None

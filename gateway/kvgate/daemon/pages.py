@@ -137,14 +137,14 @@ class Pages:
             raise Refused("denied", str(error), field="export") from error
         except TransferUnavailable as error:
             raise _refusal(error) from error
-        before = self._lent.pop(session.id, None)
-        lent = Lent(handle, chunk_tokens // export.block_tokens * BLOCK_ID_BYTES, self._writes.writers.inside())
+        if handle.payload_bytes != registration.form.object_bytes[session.rectangle] - ENVELOPE_BYTES:
+            await mover.detach(handle)
+            raise Refused("disagree", "the pages are not those of the registered rectangle", field="export")
+        before = self._lent.get(session.id)
+        block_bytes = chunk_tokens // export.block_tokens * BLOCK_ID_BYTES
+        self._lent[session.id] = Lent(handle, block_bytes, self._writes.writers.inside())
         if before is not None:
             await self._give_back(before)
-        if handle.payload_bytes != registration.form.object_bytes[session.rectangle] - ENVELOPE_BYTES:
-            await self._give_back(lent)
-            raise Refused("disagree", "the pages are not those of the registered rectangle", field="export")
-        self._lent[session.id] = lent
         log.info("pages.attached", device=handle.device, kernels=handle.backend, why=handle.reason)
         return PagesAttached(worker=session.pid, mover=handle.pid)
 

@@ -79,6 +79,16 @@ class JobThread:
         for job in jobs:
             job.cancel()
 
+    def drain(self, wait_s: float) -> bool:
+        """Let all jobs end; after ``wait_s`` cancel the rest and return once they read no more. False: something still runs."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._open, wait_s)
+            jobs = [job for job in (*self._jobs, self._running) if job is not None]
+        for job in jobs:
+            job.cancel()
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._open, wait_s)
+
     def close(self, drain_s: float) -> None:
         """Work off what waits for up to ``drain_s``, cancel the rest, end the thread. Idempotent."""
         with self._wake:

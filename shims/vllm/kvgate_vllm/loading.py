@@ -297,6 +297,8 @@ def install_worker_hooks() -> None:
         _wrap_writer(Worker, name, functools.partial(_always, WRITING_METHODS[name]))
     _wrap_writer(Worker, "sleep", lambda call: SLEPT if call.get("level", 1) >= 2 else None)
     _wrap_writer(Worker, "discard", lambda call: SLEPT if "weights" in call.get("tags", ()) else None)
+    for name in ("sleep", "discard"):
+        _wrap_freeing(Worker, name)
     _wrap_reload(Worker)
 
 
@@ -327,6 +329,23 @@ def _wrap_writer(owner: type, name: str, reason_of: Callable[[dict[str, Any]], s
 
     writing.kvgate_stock = stock  # type: ignore[attr-defined]
     setattr(owner, name, writing)
+
+
+def _wrap_freeing(owner: type, name: str) -> None:
+    """Copies of pages end before a method that frees them begins."""
+    stock = getattr(owner, name, None)
+    if stock is None or hasattr(stock, "kvgate_frees"):
+        return
+
+    @functools.wraps(stock)
+    def freeing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = active_state(self.vllm_config)
+        for pages_go in () if state is None else tuple(state.on_pages_going):
+            pages_go()
+        return stock(self, *args, **kwargs)
+
+    freeing.kvgate_frees = True  # type: ignore[attr-defined]
+    setattr(owner, name, freeing)
 
 
 def _wrap_reload(owner: type) -> None:

@@ -4,7 +4,7 @@
 vLLM or talks to the gateway. Reasons are short English sentences without names, paths or tokens: they may be shown.
 
 For the connector: ``weights``, ``weight_epoch``, ``on_weights_changed``, ``set_scope_provider``, ``adapter_of``,
-``uncacheable_reason``, ``loaded_adapter``, ``on_adapter_loaded``.
+``uncacheable_reason``, ``loaded_adapter``, ``on_adapter_loaded``, ``on_pages_going``.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class EngineState:
         self.inputs_reason: str | None = None
         """Why this engine caches no request with multimodal items."""
         self.on_weights_changed: list[Callable[[WeightsReport], None]] = []
+        self.on_pages_going: list[Callable[[], None]] = []
+        """Called before the engine frees its KV pages; copies have ended when they return."""
         self.on_adapter_loaded: list[Callable[[LoadedAdapter], None]] = []
         self.adapters: AdapterSnapshots | None = None
         """Set by ``attach_scheduler``: the snapshots this engine's requests are bound to."""

@@ -86,6 +86,7 @@ class WorkerSide:
         self._client = GatewayClient(settings.socket_path(), "worker", settings.credential(), on_connect=self._on_connect)
         self._client.start()
         state.on_weights_changed.append(self._weights_changed)
+        state.on_pages_going.append(self._pages_going)
 
     # Registration
 
@@ -186,14 +187,15 @@ class WorkerSide:
         return Transfers(self._client, self._pools, packers, order, deadlines)
 
     async def _attach(self, call: Call, export: PageExport) -> Attachment:
-        """Within the time for it: a transfer process may have to start first."""
+        """Within the time for it: a transfer process may have to start first. One attempt where there is another way."""
         until = time.monotonic() + self._settings.attach_ms / 1000
         while True:
             left_s = max(0.001, until - time.monotonic())
             try:
                 return await Attachment.make(call, export, left_s)
             except GatewayRefused as error:
-                if error.code not in TRANSIENT or left_s <= ATTACH_PAUSE_S:
+                last = self._settings.transfer != "gateway" or left_s <= ATTACH_PAUSE_S
+                if last or error.code not in TRANSIENT:
                     raise
             await asyncio.sleep(ATTACH_PAUSE_S)
 
@@ -225,6 +227,11 @@ class WorkerSide:
                 self._client.call(Revoke(handle=registration.handle), CALL_S)
             except (GatewayRefused, GatewayUnavailable) as error:
                 LOGGER.warning("kvgate: the registration could not be revoked: %s", error)
+
+    def _pages_going(self) -> None:
+        """Before the engine frees its pages (sleep): no copy touches them when this returns."""
+        if not (self._save_jobs.drain(PAGES_GO_S) and self._load_jobs.drain(PAGES_GO_S)):
+            LOGGER.error("kvgate: copies did not end before the engine's pages went")
 
     # Adapters
 
@@ -328,6 +335,8 @@ class WorkerSide:
         self._save_jobs.close(self._settings.drain_ms / 1000)
         if self._weights_changed in self._state.on_weights_changed:
             self._state.on_weights_changed.remove(self._weights_changed)
+        if self._pages_going in self._state.on_pages_going:
+            self._state.on_pages_going.remove(self._pages_going)
         registration = self._registration
         if registration is not None:
             registration.transfers.close()
