@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgate.config import Config, ConfigError, default_data_dir, default_endpoint, default_state_dir, load
+from kvgate.contract.manifest import ALGORITHM, ALGORITHM_VERSION
 from kvgate.contract.model import NumericsClass
 
 NAMES = [field.name for field in dataclasses.fields(Config)]
@@ -220,6 +222,33 @@ def test_numerics_classes() -> None:
     assert Config().numerics_class_names() == frozenset()
 
 
+def test_determined_transforms() -> None:
+    """Each is algorithm@version, exactly; anything else is refused with the form that is wanted."""
+    loaded = load(None, {}, {"determined_transforms": " recency@1, cartridge.x@2.0+b,,"}).config
+    assert loaded.determined_transform_names() == {"recency@1", "cartridge.x@2.0+b"}
+    assert Config().determined_transform_names() == frozenset()
+    for wrong in ("recency", "recency@", "@1", "Recency@1", "recency@1 2", "recency@1@2", "*", "recency@*", "a@1;b@1"):
+        with pytest.raises(ConfigError, match="algorithm@version"):
+            load(None, {}, {"determined_transforms": wrong})
+
+
+@pytest.mark.parametrize(("raw", "value"), [("true", True), ("Yes", True), (True, True), ("false", False), (" no ", False)])
+def test_a_switch_is_true_or_false(tmp_path: Path, raw: Any, value: bool) -> None:
+    """In words from a flag or a variable, as a TOML boolean from a file."""
+    assert load(None, {}, {"cross_domain": raw}).config.cross_domain is value
+    file = tmp_path / "c.toml"
+    file.write_text(f"cross_domain = {str(value).lower()}\n")
+    assert load(str(file), {}, {}).config.cross_domain is value
+    assert Config().cross_domain is False
+
+
+@pytest.mark.parametrize("raw", ["", "1", "on", "maybe", 1, 0, "truefalse"])
+def test_a_switch_that_is_neither_is_refused(raw: Any) -> None:
+    """Nothing is guessed about who may share what."""
+    with pytest.raises(ConfigError, match=r"cross_domain .* must be true or false"):
+        load(None, {}, {"cross_domain": raw})
+
+
 @given(
     name=st.sampled_from(NAMES),
     value=st.text(max_size=30) | st.integers() | st.floats() | st.booleans() | st.none() | st.lists(st.integers(), max_size=3),
@@ -238,3 +267,15 @@ def test_every_accepted_class_name_is_one_of_the_contract(name: str) -> None:
     """A class that the gateway lets an operator declare can be named by an engine."""
     loaded = load(None, {}, {"numerics_classes": name}).config
     assert [NumericsClass(name=each).name for each in loaded.numerics_class_names()] == [name]
+
+
+@given(
+    st.from_regex(r"[a-z0-9][a-z0-9._-]{0,63}", fullmatch=True),
+    st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}", fullmatch=True),
+)
+def test_every_transform_of_the_contract_can_be_listed(algorithm: str, version: str) -> None:
+    """What a manifest can name an operator can list, and nothing else."""
+    loaded = load(None, {}, {"determined_transforms": f"{algorithm}@{version}"}).config
+    assert loaded.determined_transform_names() == {f"{algorithm}@{version}"}
+    assert re.fullmatch(ALGORITHM, algorithm)
+    assert re.fullmatch(ALGORITHM_VERSION, version)

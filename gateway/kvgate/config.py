@@ -87,9 +87,9 @@ class Config:
         default="",
     )
     cross_domain: bool = _setting(
-        "yes: transforms of that list may also be shared between isolation domains (scope global); no: never", default=False
+        "true: results of those transforms may also be shared between isolation domains (scope global)", default=False
     )
-    capability_ttl_s: int = _setting("longest life of a variant capability", default=7 * 86_400)
+    capability_ttl_s: int = _setting("longest life of a variant's capability", default=7 * 86_400)
     max_sessions: int = _setting("connections at a time", default=256)
     max_requests_per_session: int = _setting("requests in progress on one connection", default=256)
     max_leases: int = _setting("bound requests at a time", default=65_536)
@@ -272,10 +272,10 @@ def _text(name: str, raw: Any, where: str) -> str:
 
 
 def _yes_or_no(raw: Any, where: str) -> bool:
-    words = {"yes": True, "true": True, "no": False, "false": False}
+    words = {"true": True, "yes": True, "false": False, "no": False}
     found = raw if isinstance(raw, bool) else words.get(str(raw).strip().lower())
     if found is None:
-        raise ConfigError(f"{where}: must be yes or no")
+        raise ConfigError(f"{where}: must be true or false")
     return found
 
 

@@ -44,4 +44,4 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
