@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import statistics
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvgate_kernels import PageGeometry, PageLayout
+from kvgate_kernels import ChunkMove, Packer, PageGeometry, PageLayout, PayloadGeometry
 from kvgate_kernels.export import export_pages
 
 BLOCK_TOKENS = 16
@@ -59,6 +61,8 @@ class Engine:
         self._copy: tuple[torch.Tensor, torch.Tensor] | None = None
         self._operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._pool: torch.Tensor | None = None
+        self._packer: Packer
+        self._moves: list[ChunkMove] = []
 
     def export(self) -> bytes:
         """The pages' export, encoded."""
@@ -138,6 +142,55 @@ class Engine:
         begin = time.perf_counter()
         self._multiply(products)
         self._sync()
+        return time.perf_counter() - begin
+
+    def begin_worker(self, pool: str, pool_bytes: int, offsets: Sequence[int], tables: Sequence[Sequence[int]]) -> str:
+        """Set up worker-driven transfers, for comparison: the same kernels in this process's own context. Their backend's name."""
+        with Path("/dev/shm", pool).open("r+b") as file:
+            memory = memoryview(mmap.mmap(file.fileno(), pool_bytes))
+        payload = PayloadGeometry.of(self._shape.geometry(), CHUNK_TOKENS)
+        self._packer = Packer(self._shape.geometry(), payload, self.pages, pool=memory)
+        size = payload.payload_bytes
+        self._moves = [ChunkMove(memory[at : at + size], table) for at, table in zip(offsets, tables, strict=True)]
+        return self._packer.describe().name
+
+    def end_worker(self) -> None:
+        """Give the pool back."""
+        self._packer.close()
+        self._moves = []
+
+    def worker_move(self, way: str, digest: bool) -> float:
+        """Seconds of one worker-driven store or load of all moves."""
+        begin = time.perf_counter()
+        (self._packer.pack if way == "store" else self._packer.unpack)(self._moves, digest=digest)
+        return time.perf_counter() - begin
+
+    def matmul_beside_worker(self, products: int, times: int, way: str, digest: bool) -> tuple[float, int, float]:
+        """Median seconds of the products while another thread stores or loads; chunks moved meanwhile, and in how many seconds."""
+        stop = threading.Event()
+        moved = 0
+
+        def keep_moving() -> None:
+            nonlocal moved
+            while not stop.is_set():
+                self.worker_move(way, digest)
+                moved += len(self._moves)
+
+        thread = threading.Thread(target=keep_moving)
+        begin = time.perf_counter()
+        thread.start()
+        time.sleep(0.05)
+        taken = statistics.median(self._products_alone(products) for _ in range(times))
+        stop.set()
+        thread.join()
+        return taken, moved, time.perf_counter() - begin
+
+    def _products_alone(self, products: int) -> float:
+        """Waits for its own stream only: other threads' work goes on."""
+        begin = time.perf_counter()
+        self._multiply(products)
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()
         return time.perf_counter() - begin
 
     def free_bytes(self) -> int:

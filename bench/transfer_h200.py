@@ -45,6 +45,9 @@ from kvgate.transfer.supervisor import TransferProcesses
 CALL_S = 60.0
 MOVE_S = 20.0
 GENERATION = 1
+DEFAULT = "group8"
+GROUPS = {"group1": 1, "group4": 4, DEFAULT: 8, "group16": 16}
+"""Payloads that a launch moves at most, by the stages' size; the kinds of process that are compared."""
 SLACK_BYTES = 256 << 20
 """Device memory that may differ between two looks without anything being leaked."""
 
@@ -109,17 +112,18 @@ class Bench:
         """Pool, engine and transfer processes, all at once."""
         descriptor = create_pool(self.pool.name, self.pool.pool_bytes)
         os.close(descriptor)
-        kinds: dict[str, dict[str, Any]] = {"staged": {}, "stages8": {"stages": 8}, "direct": {"direct": True}}
+        kinds = {kind: 2 * group * self.payload_bytes for kind, group in GROUPS.items()}
         self.engine = await asyncio.to_thread(EngineProcess, self.shape)
         self.export = PageExport.decode(await self.engine.ask("export"))
-        for kind, options in kinds.items():
-            mover = self.movers[kind] = TransferProcesses(f"bench{kind}{os.getpid()}", **options)
+        for kind, stage_bytes in kinds.items():
+            mover = self.movers[kind] = TransferProcesses(f"bench{kind}{os.getpid()}", stage_bytes=stage_bytes)
             await mover.start()
             mover.use_pool(self.pool)
         await asyncio.gather(*(self.attach(kind, "raw") for kind in kinds))
-        await self.attach("staged", "k16v8")
-        for (kind, codec), handle in self.handles.items():
-            print(f"{kind} {codec}: {handle.backend} ({handle.reason})", flush=True)
+        await self.attach(DEFAULT, "k16v8")
+        offsets = [move.offset for move in self.moves]
+        await self.engine.ask("begin_worker", self.pool.name, self.pool.pool_bytes, offsets, self.tables)
+        print({handle.backend: handle.reason for handle in self.handles.values()}, flush=True)
 
     async def attach(self, kind: str, codec: str) -> PageHandle:
         """Attach the engine's pages in the process of that kind."""
@@ -166,7 +170,7 @@ class Bench:
             handle = self.handles[kind, "raw"]
             await self.engine.ask("fill", 1)
             packed = await self.movers[kind].pack(handle, GENERATION, self.moves, MOVE_S)
-            some = range(0, len(self.moves), max(1, len(self.moves) // 8))
+            some = range(0, len(self.moves), max(1, len(self.moves) // 6))
             offsets = [self.moves[index].offset for index in some]
             same = await self.engine.ask(
                 "slots_equal", self.pool.name, self.pool.pool_bytes, offsets, [self.tables[index] for index in some]
@@ -184,12 +188,12 @@ class Bench:
 
     async def behind_the_engine(self) -> None:
         """A store asked for while the engine still computes holds what the engine writes last, not what was there before."""
-        handle = self.handles["staged", "raw"]
+        handle = self.handles[DEFAULT, "raw"]
         await self.engine.ask("fill", 2)
         ready = await self.engine.ask("late_fill", 3, 200 if self.shape.device == "cuda" else 1)
-        await self.movers["staged"].pack(handle, GENERATION, self.moves, MOVE_S, ready=ready)
+        await self.movers[DEFAULT].pack(handle, GENERATION, self.moves, MOVE_S, ready=ready)
         await self.engine.ask("clear")
-        await self.movers["staged"].unpack(handle, GENERATION, self.moves, MOVE_S)
+        await self.movers[DEFAULT].unpack(handle, GENERATION, self.moves, MOVE_S)
         require(await self.engine.ask("intact"), "the store did not wait for the engine")
 
     async def rates(self) -> None:
@@ -199,7 +203,7 @@ class Bench:
         for codec in ("raw", "k16v8"):
             for way in ("store", "load"):
                 for digest in (False, True):
-                    taken, limit = await self.in_turns(way, "staged", codec, digest)
+                    taken, limit = await self.in_turns(way, DEFAULT, codec, digest)
                     name = f"transfer.{way}.{codec}{'.digest' if digest else ''}.h200"
                     beside = Beside("pinned cudaMemcpyAsync", total, limit)
                     if codec == "raw" and not digest:
@@ -208,16 +212,21 @@ class Bench:
                     self.report.rate(name, total, taken, limit=beside, peer=peer)
 
     async def ways_of_copying(self) -> None:
-        """Staged copies against kernels that reach into host memory themselves, and against a deeper stage ring."""
+        """How many payloads a launch moves; and the same kernels in the engine's own process."""
         total = len(self.moves) * self.payload_bytes
-        for kind in ("direct", "stages8"):
-            for way in ("store", "load"):
-                taken, limit = await self.in_turns(way, kind, "raw", False)
-                staged = [await self.move(way, "staged", "raw", self.moves, False) for _ in range(len(taken))]
-                beside = Beside("pinned cudaMemcpyAsync", total, limit)
-                self.report.rate(
-                    f"transfer.{way}.raw.{kind}.h200", total, taken, limit=beside, peer=Beside("staged", total, staged)
-                )
+        for way in ("store", "load"):
+            for kind in GROUPS:
+                if kind != DEFAULT:
+                    taken, limit = await self.in_turns(way, kind, "raw", True)
+                    beside = Beside("pinned cudaMemcpyAsync", total, limit)
+                    self.report.rate(f"transfer.{way}.raw.digest.{kind}.h200", total, taken, limit=beside)
+            limit, taken = [], []
+            for run in range(self.runs + 1):
+                limit.append(await self.engine.ask("copy", way == "store", total))
+                taken.append(await self.engine.ask("worker_move", way, True))
+                if not run:
+                    limit, taken = [], []
+            self.report.rate(f"transfer.{way}.raw.digest.worker.h200", total, taken, limit=Beside("copy", total, limit))
 
     async def in_turns(self, way: str, kind: str, codec: str, digest: bool) -> tuple[list[float], list[float]]:
         """Seconds of ours and of the plain copy, run by run, in turns; the first of each does not count."""
@@ -237,10 +246,10 @@ class Bench:
         total = half * self.payload_bytes
         alone, beside = [], []
         for _ in range(self.runs):
-            alone.append(await self.move("load", "staged", "raw", self.moves[:half], True))
+            alone.append(await self.move("load", DEFAULT, "raw", self.moves[:half], True))
             both = await asyncio.gather(
-                self.move("load", "staged", "raw", self.moves[:half], True),
-                self.move("store", "staged", "raw", self.moves[half:], True),
+                self.move("load", DEFAULT, "raw", self.moves[:half], True),
+                self.move("store", DEFAULT, "raw", self.moves[half:], True),
             )
             beside.append(both[0])
         self.report.rate("transfer.load.raw.beside-store.h200", total, beside, peer=Beside("load alone", total, alone))
@@ -248,53 +257,68 @@ class Bench:
     async def one_chunk(self) -> None:
         """What one chunk takes, asked and answered."""
         for way in ("store", "load"):
-            taken = [1e3 * await self.move(way, "staged", "raw", self.moves[:1], True) for _ in range(5 * self.runs)]
+            taken = [1e3 * await self.move(way, DEFAULT, "raw", self.moves[:1], True) for _ in range(5 * self.runs)]
             self.report.number(f"transfer.{way}.one-chunk.h200", "ms", taken)
 
     async def interference(self) -> None:
-        """How much products in the engine slow down while stores and loads run all the time; and what those then reach."""
-        products = 60 if self.shape.device == "cuda" else 2
-        await self.engine.ask("matmul", products)
-        for kind in ("staged", "stages8", "direct"):
-            slowdowns: list[float] = []
-            rates: list[float] = []
-            for _ in range(min(5, self.runs)):
-                alone = statistics.median([await self.engine.ask("matmul", products) for _ in range(3)])
-                stop = asyncio.Event()
-                loops = [asyncio.create_task(self.keep_moving(way, kind, stop)) for way in ("store", "load")]
-                await asyncio.sleep(0.05)
+        """How much products in the engine slow down while chunks move all the time; and what rate those reach meanwhile."""
+        for ways in (("store",), ("load",), ("store", "load")):
+            for digest in (True, False):
+                await self.interfered(DEFAULT, ways, digest)
+                if len(ways) == 1:
+                    await self.interfered("worker", ways, digest)
+        for kind in GROUPS:
+            if kind != DEFAULT:
+                await self.interfered(kind, ("store",), True)
+
+    async def interfered(self, kind: str, ways: Sequence[str], digest: bool) -> None:
+        """One kind of process, or the engine itself as ``worker``."""
+        products = 40 if self.shape.device == "cuda" else 2
+        slowdowns: list[float] = []
+        rates: list[float] = []
+        for _ in range(min(3, self.runs)):
+            alone = statistics.median([await self.engine.ask("matmul", products) for _ in range(2)])
+            if kind == "worker":
+                beside, moved, took_s = await self.engine.ask("matmul_beside_worker", products, 3, ways[0], digest)
+            else:
                 begin = time.perf_counter()
+                stop = asyncio.Event()
+                loops = [asyncio.create_task(self.keep_moving(way, kind, stop, digest)) for way in ways]
+                await asyncio.sleep(0.05)
                 beside = statistics.median([await self.engine.ask("matmul", products) for _ in range(3)])
                 stop.set()
                 moved = sum(await asyncio.gather(*loops))
-                rates.append((time.perf_counter() - begin + 0.05) / max(1, moved))
-                slowdowns.append(max(0.0, (beside / alone - 1) * 100))
-            suffix = "" if kind == "staged" else f".{kind}"
-            self.report.number(f"transfer.interference{suffix}.h200", "%", slowdowns, limit=3.0)
-            self.report.rate(f"transfer.beside-matmul{suffix}.h200", self.payload_bytes, rates)
+                took_s = time.perf_counter() - begin
+            rates.append(took_s / max(1, moved))
+            slowdowns.append(max(0.0, (beside / alone - 1) * 100))
+        suffix = f"{'.digest' if digest else ''}{'' if kind == DEFAULT else f'.{kind}'}.h200"
+        self.report.number(f"transfer.interference.{'-'.join(ways)}{suffix}", "%", slowdowns, limit=3.0)
+        self.report.rate(f"transfer.beside-matmul.{'-'.join(ways)}{suffix}", self.payload_bytes, rates)
 
-    async def keep_moving(self, way: str, kind: str, stop: asyncio.Event) -> int:
+    async def keep_moving(self, way: str, kind: str, stop: asyncio.Event, digest: bool) -> int:
         """Move half of the chunks again and again; how many were moved."""
         half = len(self.moves) // 2
         mine = self.moves[:half] if way == "load" else self.moves[half:]
         moved = 0
         while not stop.is_set():
-            await self.move(way, kind, "raw", mine, True)
+            await self.move(way, kind, "raw", mine, digest)
             moved += len(mine)
         return moved
 
     def begin_stores(self) -> list[asyncio.Task[Any]]:
         """More stores than are done before something is killed."""
-        mover, handle = self.movers["staged"], self.handles["staged", "raw"]
+        mover, handle = self.movers[DEFAULT], self.handles[DEFAULT, "raw"]
         return [asyncio.create_task(mover.pack(handle, GENERATION, self.moves, MOVE_S)) for _ in range(32)]
 
     async def killed_process(self) -> None:
         """kill -9 of the transfer process in the middle of a store: the call says so, memory comes back, the next one serves."""
         await self.engine.ask("fill", 4)
-        for kind in ("stages8", "direct"):
-            await self.movers[kind].stop()
+        for kind in GROUPS:
+            if kind != DEFAULT:
+                await self.movers[kind].stop()
+        await self.engine.ask("end_worker")
         before = await self.engine.ask("free_bytes")
-        mover, handle = self.movers["staged"], self.handles["staged", "raw"]
+        mover, handle = self.movers[DEFAULT], self.handles[DEFAULT, "raw"]
         calls = self.begin_stores()
         await asyncio.sleep(0.01)
         os.kill(handle.pid, signal.SIGKILL)
@@ -302,7 +326,7 @@ class Bench:
         print(f"   stores under way: {ended}")
         require("TransferUnavailable" in ended, "no call was lost")
         require(not runs_still(handle.pid), "the process is still there after its calls have ended")
-        again = await self.attach("staged", "raw")
+        again = await self.attach(DEFAULT, "raw")
         require(again.pid != handle.pid, "the same process")
         await mover.pack(again, GENERATION, self.moves, MOVE_S)
         await self.engine.ask("clear")
@@ -320,7 +344,7 @@ class Bench:
 
     async def killed_engine(self) -> None:
         """kill -9 of the engine in the middle of a store: the process outlives it, and gives its memory back on detach."""
-        mover, handle = self.movers["staged"], self.handles["staged", "raw"]
+        mover, handle = self.movers[DEFAULT], self.handles[DEFAULT, "raw"]
         calls = self.begin_stores()
         await asyncio.sleep(0.01)
         held = gpu_used_mib()
@@ -408,11 +432,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
     options = parser.parse_args()
     if options.device == "cuda":
-        shape = Shape("cuda", layers=32, kv_heads=8, head_dim=128, chunks=64, matmul=8192)
+        shape = Shape("cuda", layers=32, kv_heads=8, head_dim=128, chunks=128, matmul=8192)
     else:
         shape = Shape("cpu", layers=4, kv_heads=2, head_dim=64, chunks=16, matmul=512)
     report = Report("python -m bench.transfer_h200", records.machine(), records.versions(), options.commit or records.commit())

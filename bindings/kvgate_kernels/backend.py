@@ -25,14 +25,12 @@ class NativeUnavailable(Exception):
 class Options:
     """threads: host threads. pool: all the host memory that payloads come from, for a GPU backend to page-lock.
 
-    stages: payloads that a GPU backend has on their way at once in each direction; 0 for its own choice. direct: its kernels read
-    and write payloads in host memory themselves, which the caller has page-locked, instead of passing them through stages.
+    stage_bytes: device memory that a GPU backend may take in each direction for payloads on their way; 0 for its own choice.
     """
 
     threads: int
     pool: memoryview | None = None
-    stages: int = 0
-    direct: bool = False
+    stage_bytes: int = 0
 
 
 class Backend(Protocol):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,11 +25,13 @@ INLINE_BYTES = 512 << 10
 TASKS_PER_THREAD = 4
 """A few pieces a thread, so that one that is slowed down does not hold up the call."""
 
-HASH_STEP_BYTES = 256 << 10
+HASH_STEP_BYTES = 512 << 10
 """A payload is hashed in about these steps right beside its copy, while the bytes are in the core's own cache."""
 
-SHARED_HASH_STEP_BYTES = 8 << 20
+SHARED_HASH_STEP_BYTES = 4 << 20
 """The steps where all threads work on one payload: they fit the shared cache."""
+
+HUGE_PAGE_BYTES = 2 << 20
 
 
 __all__ = ["TARGETS", "CpuBackend", "backend_name", "cpu_factory", "probes"]
@@ -57,8 +61,23 @@ def probes() -> list[tuple[str, Callable[[], str]]]:
     return [(backend_name(target), partial(probe, target)) for target in TARGETS]
 
 
+class Twin(threading.local):
+    """Each thread's buffer in which a pack leaves its bytes a second time, to be hashed in the cache while the payload bypasses it."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+
+    def at_least(self, nbytes: int) -> int:
+        """Its address; it has so many bytes."""
+        if self._memory is None or len(self._memory) < nbytes:
+            size = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+
 class CpuBackend:
-    """Mojo kernels through ctypes, which frees the GIL. Stores bypass the caches, but where they are to be hashed after: a pack's."""
+    """Mojo kernels through ctypes, which frees the GIL. Stores bypass the caches."""
 
     def __init__(self, library: CpuLibrary, pages: PageSet, payload: PayloadGeometry, options: Options) -> None:
         self._library = library
@@ -72,6 +91,7 @@ class CpuBackend:
         self._step_bytes = payload.layer_bytes * self._step_units // per_layer
         self._payload = payload
         self.threads = options.threads
+        self._twin = Twin()
         self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="kvgate-pack")
 
     def pack(self, moves: Sequence[CheckedMove], digest: bool) -> tuple[list[bytes], list[int]]:
@@ -101,7 +121,7 @@ class CpuBackend:
         if not moves:
             return []
         if not digest:
-            self._move_units(kernel, job, range(len(moves)), range(self._units), stream=True)
+            self._move_units(kernel, job, range(len(moves)), range(self._units), 0)
             return []
         if len(moves) < self.threads:
             return [self._move_shared(kernel, job, move, index, hash_first) for index, move in enumerate(moves)]
@@ -114,23 +134,22 @@ class CpuBackend:
             return [one(0)]
         return list(self._executor.map(one, range(len(moves))))
 
-    def _move_units(self, kernel: Callable[..., None], job: Job, moves: range, units: range, *, stream: bool) -> None:
-        """Spreads moves × units over the threads. ``stream``: stores bypass the caches."""
+    def _move_units(self, kernel: Callable[..., None], job: Job, moves: range, units: range, twin: int) -> None:
+        """Spreads moves × units over the threads. ``twin``: see ``kvgate_pack``; 0 for unpacking."""
         total = len(moves) * len(units)
         if self.threads == 1 or total * self._unit_bytes <= INLINE_BYTES:
             for move in moves:
-                kernel(job.address, move, units.start, units.stop, int(stream))
+                kernel(job.address, move, units.start, units.stop, twin)
             return
         step = min(len(units), max(1, total // (self.threads * TASKS_PER_THREAD)))
         pieces = [(move, first, min(first + step, units.stop)) for move in moves for first in units[::step]]
-        for future in [self._executor.submit(kernel, job.address, *piece, int(stream)) for piece in pieces]:
+        for future in [self._executor.submit(kernel, job.address, *piece, twin) for piece in pieces]:
             future.result()
 
-    def _view(self, move: CheckedMove, units: range) -> memoryview:
-        """The payload's bytes of some hash steps' units; valid while the move is."""
+    def _place(self, move: CheckedMove, units: range) -> tuple[int, int]:
+        """Where some hash steps' units lie in the payload, and how many bytes they are."""
         begin = units.start // self._step_units * self._step_bytes
-        size = -(-len(units) // self._step_units) * self._step_bytes
-        return memoryview((ctypes.c_uint8 * size).from_address(move.address + begin)).cast("B")
+        return move.address + begin, -(-len(units) // self._step_units) * self._step_bytes
 
     def _steps(self, most_bytes: int) -> list[range]:
         """The payload's units in runs of whole hash steps, of about so many bytes."""
@@ -141,20 +160,32 @@ class CpuBackend:
         """One payload on this thread, hashed step by step beside the copy."""
         hasher = blake3()
         for units in self._steps(HASH_STEP_BYTES):
+            address, nbytes = self._place(move, units)
             if hash_first:
-                hasher.update(self._view(move, units))
-            kernel(job.address, index, units.start, units.stop, int(hash_first))
-            if not hash_first:
-                hasher.update(self._view(move, units))
+                hasher.update(_bytes_at(address, nbytes))
+                kernel(job.address, index, units.start, units.stop, nbytes)
+            else:
+                twin = self._twin.at_least(nbytes)
+                kernel(job.address, index, units.start, units.stop, twin - address)
+                hasher.update(_bytes_at(twin, nbytes))
         return hasher.digest()
 
     def _move_shared(self, kernel: Callable[..., None], job: Job, move: CheckedMove, index: int, hash_first: bool) -> bytes:
         """One payload on all threads."""
         hasher = blake3(max_threads=self.threads)
+        moves = range(index, index + 1)
         for units in self._steps(SHARED_HASH_STEP_BYTES):
+            address, nbytes = self._place(move, units)
             if hash_first:
-                hasher.update(self._view(move, units))
-            self._move_units(kernel, job, range(index, index + 1), units, stream=hash_first)
-            if not hash_first:
-                hasher.update(self._view(move, units))
+                hasher.update(_bytes_at(address, nbytes))
+                self._move_units(kernel, job, moves, units, 0)
+            else:
+                twin = self._twin.at_least(nbytes)
+                self._move_units(kernel, job, moves, units, twin - address)
+                hasher.update(_bytes_at(twin, nbytes))
         return hasher.digest()
+
+
+def _bytes_at(address: int, nbytes: int) -> memoryview:
+    """Bytes of memory that somebody else keeps alive."""
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")

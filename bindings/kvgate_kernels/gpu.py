@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,12 @@ import torch
 from kvgate_kernels import driver
 from kvgate_kernels.backend import Backend, BackendFactory, NativeUnavailable, Options
 from kvgate_kernels.geometry import Codec, PayloadGeometry
+from kvgate_kernels.gpu_lanes import STAGE_BYTES, Lane, groups
 from kvgate_kernels.gpu_plan import (
     CODED_SIGNATURE,
     GATHER_SIGNATURE,
     LINE_BYTES,
     RAW_SIGNATURE,
-    SMALL_BYTES,
     THREADS,
     NoKernel,
     argument_tail,
@@ -36,9 +35,6 @@ from kvgate_kernels.rope import Rotation
 HASH_THREADS = 128
 HASH_BYTES = HASH_THREADS * 1024
 MOST_MOVES = 65535
-STAGES = 3
-"""Payloads of a call that are on their way between pages and host memory at once, in each direction."""
-
 _SIGNATURES = {"hash_chunks": "qqqi", "hash_parents": "qiq"}
 
 TARGETS = ("sm_90", "sm_80")
@@ -106,35 +102,6 @@ def kernel_name(payload: PayloadGeometry, pack: bool) -> str:
     return f"{way}_{_kind(payload.dtype)}_{'int8' if payload.codec is Codec.K16V8 else 'e4m3'}"
 
 
-@dataclass
-class Stage:
-    """Device room for one payload on its way to or from host memory."""
-
-    buffer: torch.Tensor
-    ready: torch.cuda.Event
-    done: torch.cuda.Event
-
-
-class Lane:
-    """One direction's streams and stages. Used by one call at a time: the bus is the limit, not the number of calls."""
-
-    def __init__(self, device: torch.device, payload_bytes: int, depth: int) -> None:
-        self.depth = depth
-        self.lock = threading.Lock()
-        self.work = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.stages: list[Stage] = []
-        self._device = device
-        self._bytes = payload_bytes
-
-    def stage(self, index: int) -> Stage:
-        """A stage whose last use is ordered before what comes next on either stream."""
-        if len(self.stages) <= index % self.depth:
-            ready, done = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
-            self.stages.append(Stage(torch.empty(self._bytes, dtype=torch.uint8, device=self._device), ready, done))
-        return self.stages[index % self.depth]
-
-
 @dataclass(frozen=True)
 class DeviceRotation:
     """Rotations of a batch on the device: float32 [payloads, tokens, rotary_dim / 2]."""
@@ -151,11 +118,9 @@ class GpuKernels:
         self._code = code
         self._pages = pages
         self._payload = payload
-        ways = [(pack, small) for pack in (True, False) for small in (True, False)]
-        self._plans = {way: make_plan(pages, payload, pack=way[0], small=way[1]) for way in ways}
-        self._tails = {way: argument_tail(plan, pages, payload) for way, plan in self._plans.items()}
+        self._plans = {pack: make_plan(pages, payload, pack=pack) for pack in (True, False)}
+        self._tails = {pack: argument_tail(plan, pages, payload) for pack, plan in self._plans.items()}
         self._blocks = payload.blocks(pages.geometry.block_tokens)
-        self._payload_bytes = payload.payload_bytes
         self._addresses = torch.tensor(pages.addresses, dtype=torch.int64, device=pages.device)
 
     def tables(self, moves: Sequence[CheckedMove], payloads: Sequence[int]) -> torch.Tensor:
@@ -181,11 +146,10 @@ class GpuKernels:
             skips + 4 * first,
             skips + 4 * (total + first),
         )
-        way = (pack, count * self._payload_bytes < SMALL_BYTES)
-        plan = self._plans[way]
+        plan = self._plans[pack]
         grid = plan.grid(self._blocks, self._payload.layers, count)
         kernel = self._code.kernels[kernel_name(self._payload, pack)]
-        kernel.launch(grid, THREADS, stream, (*addresses[: table_count(plan)], *self._tails[way]))
+        kernel.launch(grid, THREADS, stream, (*addresses[: table_count(plan)], *self._tails[pack]))
 
     def gather(self, payloads: torch.Tensor, slots: torch.Tensor, rotation: DeviceRotation | None, stream: int) -> None:
         """Queues a gather: payloads int64 [n] addresses, slots int32 [n, tokens], both on the device."""
@@ -225,15 +189,14 @@ def _sines(rotation: Rotation) -> torch.Tensor:
     return rotation.sines
 
 
-def _is_aligned_on_device(move: CheckedMove | CheckedGather, host_too: bool = False) -> bool:
+def _is_aligned_on_device(move: CheckedMove | CheckedGather) -> bool:
     """True if kernels can reach the payload where it lies; others pass a stage."""
     payload = move.move.payload
-    reachable = host_too or (isinstance(payload, torch.Tensor) and payload.is_cuda)
-    return reachable and move.address % LINE_BYTES == 0
+    return isinstance(payload, torch.Tensor) and payload.is_cuda and move.address % LINE_BYTES == 0
 
 
 class GpuBackend:
-    """Mojo kernels through the CUDA driver. Device payloads move in one launch; host payloads pass a two-stage ring.
+    """Mojo kernels through the CUDA driver. Device payloads move in one launch; host payloads in groups (``gpu_lanes``).
 
     pool: host memory to page-lock, so that copies run at the bus's speed beside the kernels.
     """
@@ -247,8 +210,8 @@ class GpuBackend:
         self._pages = pages
         self._payload = payload
         self._kernels = GpuKernels(code, pages, payload)
-        self._direct_host = options.direct
-        self._lanes = {way: Lane(pages.device, payload.payload_bytes, options.stages or STAGES) for way in (True, False)}
+        stage_bytes = options.stage_bytes or STAGE_BYTES
+        self._lanes = {way: Lane(pages.device, payload.payload_bytes, stage_bytes) for way in (True, False)}
         self._locked = 0
         self._pool = pool
         if pool is not None:
@@ -302,7 +265,7 @@ class GpuBackend:
             return [], []
         lane = self._lanes[pack]
         caller = torch.cuda.current_stream(self._pages.device)
-        on_device = [_is_aligned_on_device(move, self._direct_host) for move in moves]
+        on_device = [_is_aligned_on_device(move) for move in moves]
         with lane.lock, torch.cuda.device(self._pages.device), torch.cuda.stream(lane.work):
             driver.enter(self._code.context)
             # The caller's stream has queued what wrote the pages, and what still reads them.
@@ -338,34 +301,44 @@ class GpuBackend:
         return self._finish(lane, tables, out, count)
 
     def _staged(self, lane: Lane, moves: Sequence[CheckedMove], digest: bool, pack: bool) -> tuple[list[bytes], list[int]]:
-        """Payloads in host memory: while one stage is copied, the kernels work on the other."""
+        """Payloads in host memory: while one group is copied, the kernels work on the other."""
         count = len(moves)
         size = self._payload.payload_bytes
-        depth = lane.depth
-        stages = [lane.stage(index) for index in range(min(depth, count))]
-        tables = self._kernels.tables(moves, [stages[index % depth].buffer.data_ptr() for index in range(count)])
+        most = lane.prepare(count)
+        plan = groups(count, most, pack=pack)
+        places = [lane.stages[turn % 2].buffer.data_ptr() + size * at for turn, (_, n) in enumerate(plan) for at in range(n)]
+        tables = self._kernels.tables(moves, places)
         out = torch.empty(count, 32, dtype=torch.uint8, device=self._pages.device) if digest else None
-        room = self._kernels.hash_room(1) if digest else None
-        for index, move in enumerate(moves):
-            stage = stages[index % depth]
-            # Pack: kernels, then the copy. Unpack: the copy, then the kernels. Each stage is used again after its last step.
-            before, after = (lane.work, lane.copy) if pack else (lane.copy, lane.work)
-            if index >= depth:
-                before.wait_event(stage.done)
-            if not pack:
-                driver.copy(stage.buffer.data_ptr(), move.address, size, lane.copy.cuda_stream)
-                stage.ready.record(lane.copy)
-                lane.work.wait_event(stage.ready)
-                if out is not None and room is not None:
-                    self._kernels.hash(tables, index, 1, room, out, lane.work.cuda_stream)
-            self._kernels.move(tables, index, 1, count, pack, lane.work.cuda_stream)
+        room = self._kernels.hash_room(most) if digest else None
+
+        def hash_group(first: int, n: int) -> None:
+            if out is not None and room is not None:
+                self._kernels.hash(tables, first, n, room, out, lane.work.cuda_stream)
+
+        for turn, (first, n) in enumerate(plan):
+            stage = lane.stages[turn % 2]
+            group = zip(moves[first : first + n], places[first : first + n], strict=True)
             if pack:
-                if out is not None and room is not None:
-                    self._kernels.hash(tables, index, 1, room, out, lane.work.cuda_stream)
+                if turn >= 2:
+                    lane.work.wait_event(stage.done)
+                self._kernels.move(tables, first, n, count, pack, lane.work.cuda_stream)
                 stage.ready.record(lane.work)
                 lane.copy.wait_event(stage.ready)
-                driver.copy(move.address, stage.buffer.data_ptr(), size, lane.copy.cuda_stream)
-            stage.done.record(after)
+                for move, place in group:
+                    driver.copy(move.address, place, size, lane.copy.cuda_stream)
+                stage.done.record(lane.copy)
+                # Beside the copies. The next kernels that write here come later on this stream.
+                hash_group(first, n)
+            else:
+                if turn >= 2:
+                    lane.copy.wait_event(stage.done)
+                for move, place in group:
+                    driver.copy(place, move.address, size, lane.copy.cuda_stream)
+                stage.ready.record(lane.copy)
+                lane.work.wait_event(stage.ready)
+                hash_group(first, n)
+                self._kernels.move(tables, first, n, count, pack, lane.work.cuda_stream)
+                stage.done.record(lane.work)
         return self._finish(lane, tables, out, count)
 
 

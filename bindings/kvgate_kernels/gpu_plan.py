@@ -10,15 +10,10 @@ from kvgate_kernels.pages import PageSet
 LINE_BYTES = 16
 THREADS = 256
 
-RAW_TILE_BYTES = 16 << 10
-PACK_TILE_BYTES = 32 << 10
-UNPACK_TILE_BYTES = 64 << 10
-"""About what one thread block moves: raw, k16v8 packing, k16v8 unpacking. Chosen by measurement (docs/kernels.md)."""
-
-SMALL_BYTES = 256 << 20
-RAW_SMALL_TILE_BYTES = 8 << 10
-UNPACK_SMALL_TILE_BYTES = 16 << 10
-"""Batches of less than SMALL_BYTES get smaller tiles, so that there are thread blocks for several rounds of the whole device."""
+TILE_BYTES = 16 << 10
+ENCODED_TILE_BYTES = 32 << 10
+"""About what one thread block moves, and packing k16v8, where K and V have blocks of their own. Chosen by measurement
+(docs/kernels.md)."""
 
 
 class NoKernel(Exception):
@@ -51,12 +46,12 @@ class Plan:
     coded_tail: tuple[int, ...]
     head: tuple[int, ...]
     coded: bool
-    moves_outside: bool
+    pack: bool
 
     def grid(self, blocks: int, layers: int, moves: int) -> tuple[int, int, int]:
         """The launch grid for a batch."""
-        tiles = blocks * self.parts * self.groups * (2 if self.coded else 1)
-        return (tiles, layers, moves) if self.moves_outside else (tiles, moves, layers)
+        tiles = blocks * self.parts * self.groups * (2 if self.coded and self.pack else 1)
+        return (tiles, layers, moves) if self.pack else (tiles, moves, layers)
 
 
 def _group_heads(pages: PageSet, row_bytes: int, tile_bytes: int) -> int:
@@ -93,16 +88,8 @@ def _check(pages: PageSet, payload: PayloadGeometry, row_bytes: int, lines: int,
         raise NoKernel(f"payload layers of {payload.layer_bytes} bytes are no multiple of {LINE_BYTES}")
 
 
-def _tile_bytes(coded: bool, pack: bool, small: bool) -> int:
-    if coded and pack:
-        return PACK_TILE_BYTES
-    if coded:
-        return UNPACK_SMALL_TILE_BYTES if small else UNPACK_TILE_BYTES
-    return RAW_SMALL_TILE_BYTES if small else RAW_TILE_BYTES
-
-
-def make_plan(pages: PageSet, payload: PayloadGeometry, *, pack: bool, small: bool) -> Plan:
-    """The plan for one direction and size of batch; ``NoKernel`` if there is none.
+def make_plan(pages: PageSet, payload: PayloadGeometry, *, pack: bool) -> Plan:
+    """The plan for one direction; ``NoKernel`` if there is none.
 
     Rows of a tile count in payload order. Packing goes through one chunk's layers before the next chunk; unpacking goes through
     all chunks' first layer first, so that writes to one layer's scattered pages meet in time.
@@ -111,7 +98,7 @@ def make_plan(pages: PageSet, payload: PayloadGeometry, *, pack: bool, small: bo
     row = geometry.head_dim * geometry.element_bytes
     tokens = payload.chunk_tokens
     coded = payload.codec is not Codec.RAW
-    tile_bytes = _tile_bytes(coded, pack, small)
+    tile_bytes = ENCODED_TILE_BYTES if coded and pack else TILE_BYTES
     heads = _group_heads(pages, row, tile_bytes)
     groups = geometry.kv_heads // heads
     parts = _parts(pages, heads * geometry.components * row, tile_bytes)
@@ -158,7 +145,7 @@ def make_plan(pages: PageSet, payload: PayloadGeometry, *, pack: bool, small: bo
         *[axis.payload // row for axis in two],
         0 if two[0].token else 1,
     )
-    return Plan(groups, parts, heads, raw_tail, coded_tail, head, coded, moves_outside=pack)
+    return Plan(groups, parts, heads, raw_tail, coded_tail, head, coded, pack)
 
 
 RAW_SIGNATURE = "qqqq" + "qqq" + "iiiqiiii" + "iii" + "iiii" + "qqq" + "iii" + "ii"
@@ -179,7 +166,7 @@ def argument_tail(plan: Plan, pages: PageSet, payload: PayloadGeometry) -> tuple
         plan.groups,
         *plan.head,
         *(plan.coded_tail if plan.coded else plan.raw_tail),
-        int(plan.moves_outside),
+        int(plan.pack),
     )
 
 

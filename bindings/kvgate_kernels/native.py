@@ -16,7 +16,7 @@ from kvgate_kernels.moves import CheckedMove
 from kvgate_kernels.pages import PageSet
 
 FOLDER = Path(__file__).resolve().parent / "_native"
-ABI = 1
+ABI = 2
 
 # What gcc calls x86-64-v3 and v4, in the kernel's names for the features.
 _V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})

@@ -21,14 +21,16 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChildSettings:
-    """How a process is started. threads: host threads of the kernels, 0 for all cores it may use. stages, direct: see ``Options``."""
+    """How a process is started. threads: host threads of the kernels, 0 for all cores it may use.
+
+    stage_bytes: GPU memory for payloads on their way, in each direction and for each worker; 0 for the kernels' own choice.
+    """
 
     python: str
     owner: str
     start_timeout_s: float
     threads: int = 0
-    stages: int = 0
-    direct: bool = False
+    stage_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,7 @@ class Child:
                 "--parent",
                 str(os.getpid()),
             ]
-            arguments += ["--threads", str(settings.threads), "--stages", str(settings.stages)]
-            arguments += ["--direct"] if settings.direct else []
+            arguments += ["--threads", str(settings.threads), "--stage-bytes", str(settings.stage_bytes)]
             process = await asyncio.create_subprocess_exec(
                 settings.python,
                 "-m",

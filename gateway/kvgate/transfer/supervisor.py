@@ -43,15 +43,14 @@ class TransferProcesses:
         *,
         python: str = sys.executable,
         threads: int = 0,
-        stages: int = 0,
-        direct: bool = False,
+        stage_bytes: int = 0,
         start_timeout_s: float = 120.0,
         grace_s: float = 2.0,
         exit_s: float = 10.0,
         limits: Limits | None = None,
     ) -> None:
-        """owner: from ``owner_of``. threads, stages, direct: see ``ChildSettings``. grace_s, exit_s: see ``Patience``."""
-        self._settings = ChildSettings(python, owner, start_timeout_s, threads, stages, direct)
+        """owner: from ``owner_of``. threads, stage_bytes: see ``ChildSettings``. grace_s, exit_s: see ``Patience``."""
+        self._settings = ChildSettings(python, owner, start_timeout_s, threads, stage_bytes)
         self._patience = Patience(grace_s, exit_s)
         self._limits = limits or Limits()
         self._devices: dict[str, Device] = {}

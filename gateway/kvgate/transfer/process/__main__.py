@@ -29,8 +29,7 @@ def main() -> None:
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--stages", type=int, default=0)
-    parser.add_argument("--direct", action="store_true")
+    parser.add_argument("--stage-bytes", type=int, default=0)
     options = parser.parse_args()
     _end_with(options.parent)
     # These reach the whole group: the daemon decides when this ends.
@@ -55,7 +54,7 @@ def main() -> None:
             from kvgate.transfer.process.serve import Server
 
             device = CpuDevice() if options.device == CPU_DEVICE else CudaDevice()
-            engine = Engine(device, Options(options.threads, options.stages, options.direct))
+            engine = Engine(device, Options(options.threads, options.stage_bytes))
             server = Server(connection, engine, device.enter)
         except (ImportError, RuntimeError) as error:
             text = f"the transfer process cannot use the device: {type(error).__name__}: {error}"

@@ -40,8 +40,7 @@ class Options:
     """See ``ChildSettings``."""
 
     threads: int
-    stages: int
-    direct: bool
+    stage_bytes: int
 
 
 class Attached:
@@ -125,8 +124,7 @@ class Engine:
             payload,
             pages.tensors,
             threads=options.threads or None,
-            stages=options.stages,
-            direct=options.direct,
+            stage_bytes=options.stage_bytes,
         )
         if packer.num_blocks >= MAX_BLOCKS:
             packer.close()
