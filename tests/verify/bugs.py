@@ -12,6 +12,7 @@ from kvgate.contract.access import Access, Variant
 from kvgate.contract.address import Extra, token_digest
 from kvgate.contract.digests import SCHEMA, Kind, digest
 from kvgate.contract.encoding import encode
+from kvgate.contract.manifest import TransformManifest
 from kvgate.contract.model import ModelContract
 from kvgate.contract.plan import PartitionPlan, Rectangle
 from kvgate.contract.record import IdentityRecord
@@ -36,6 +37,8 @@ def leave_out(patch: pytest.MonkeyPatch, path: str) -> None:
         patch.setattr(RequestDescriptor, "root", lambda self: self.digest(SCHEMA + 1))
     elif record in RECORDS:
         patch.setattr(RECORDS[record], "digest", _without(RECORDS[record].KIND, field))
+    elif record == "manifest":
+        patch.setattr(TransformManifest, "digest", _without(TransformManifest.KIND, field))
     elif record == "chunk":
         _CHUNK[field](patch)
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvgate.contract.table import IDENTITY
+from kvgate.contract.table import IDENTITY, MANIFEST
 from kvgate.daemon import explain_thread, service
 from kvgate.daemon.app import Gateway
 from kvgate.daemon.leases import Lease, LeaseTable
@@ -18,6 +18,7 @@ from kvgate.protocol.messages import LoadPlan
 from kvgate.storage.backend import Held, ObjectRef
 from kvgate.storage.memory import MemoryBackend
 from kvgate.verify import runs
+from kvgate.verify.artifacts import MANIFESTS
 from kvgate.verify.fields import fields
 from kvgate.verify.plants import PLANTS
 from kvgate.verify.results import Outcome, Progress, Report
@@ -57,6 +58,12 @@ def test_rows_cover_the_table_of_identity_fields() -> None:
             assert {other.of for others in found.values() for other in others} <= {plant.name for plant in PLANTS} | {"class"}
 
 
+def test_rows_cover_the_table_of_manifest_fields() -> None:
+    """Every field of a transform manifest is a row too."""
+    assert list(MANIFESTS) == [row.path for row in MANIFEST]
+    assert all(MANIFESTS.values())
+
+
 @in_module
 async def test_a_right_gateway_passes_every_row_and_keeps_nothing(gateway: Gateway, tmp_path: Path) -> None:
     """All rows pass, what other clients stored is untouched, and afterwards neither objects, index entries nor leases are left."""
@@ -83,7 +90,7 @@ async def test_a_right_gateway_passes_every_row_and_keeps_nothing(gateway: Gatew
 
 
 @in_module
-@pytest.mark.parametrize("path", [row.path for row in IDENTITY])
+@pytest.mark.parametrize("path", [row.path for row in (*IDENTITY, *MANIFEST)])
 async def test_a_field_left_out_of_the_address_fails_its_row(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:

@@ -37,6 +37,11 @@ def root(request: Mapping[str, Any], schema: int) -> bytes:
     return _record("request descriptor", digests, schema)
 
 
+def manifest(value: Mapping[str, Any], schema: int) -> bytes:
+    """Digest of a transform manifest: what ``variant.manifest`` is."""
+    return _record("transform manifest", value, schema)
+
+
 def chunks(start: bytes, tokens: Iterable[bytes], schema: int) -> list[bytes]:
     """Chunk addresses under the root ``start``, for the ``t`` of each chunk."""
     found: list[bytes] = []

@@ -125,7 +125,7 @@ class Engine:
         access = request["access"]
         message = Bind(
             handle=self.handle,
-            adapter=await self._adapter(request["model"]["adapter"]),
+            adapter=await self.adapter(request["model"]["adapter"]),
             salt=access["salt"],
             scope=access["scope"],
             scope_key=access["scope_key"],
@@ -181,7 +181,7 @@ class Engine:
                 others.add(slot.status)
                 continue
             data = payloads[slot.chunk](slot.length)
-            self._view(reserved, slot)[:] = data
+            self.view(reserved, slot)[:] = data
             if give_up:
                 dropped.append(slot.reservation)
             else:
@@ -196,7 +196,7 @@ class Engine:
     async def load(self, lease: bytes, rank: Rank, chunks: Sequence[int]) -> dict[int, tuple[bytes, bytes]]:
         """Copy one rank's rectangle of held chunks out of shared memory: chunk → bytes, and the digest promised for them."""
         plan = await call(self.workers[rank], Load(lease=lease, chunks=tuple(chunks)), LoadPlan)
-        found = {slot.chunk: (bytes(self._view(plan, slot)), slot.digest) for slot in plan.slots}
+        found = {slot.chunk: (bytes(self.view(plan, slot)), slot.digest) for slot in plan.slots}
         verdict = await call(self.workers[rank], FinishLoad(ticket=plan.ticket, mismatched=()), LoadVerdict)
         return found if verdict.valid else {}
 
@@ -210,7 +210,8 @@ class Engine:
         await call(worker, FinishLoad(ticket=plan.ticket, mismatched=()), LoadVerdict)
         return True
 
-    def _view(self, of: Reserved | LoadPlan, slot: Any) -> memoryview:
+    def view(self, of: Reserved | LoadPlan, slot: Any) -> memoryview:
+        """A payload in the pool. Raises ``CannotRun``."""
         try:
             return self.desk.pools.view(of.pool, of.pool_bytes, slot.offset, slot.length)
         except PoolError as error:
@@ -218,7 +219,7 @@ class Engine:
                 f"the gateway's pool can't be mapped: {error}; run this as the gateway's user, on its host"
             ) from error
 
-    async def _adapter(self, value: Value | None) -> bytes | None:
+    async def adapter(self, value: Value | None) -> bytes | None:
         """Register an adapter and have every rank confirm it; its digest."""
         if value is None:
             return None

@@ -16,6 +16,7 @@ from kvgate.contract.table import EXCLUDED
 from kvgate.protocol.verify_messages import ABSENT, THERE
 from kvgate.verify import derive
 from kvgate.verify.admin import Operator
+from kvgate.verify.artifacts import Publisher
 from kvgate.verify.engine import Desk, Engine, pieces
 from kvgate.verify.fields import ABSENT as TOLD_ABSENT
 from kvgate.verify.fields import COMPONENTS_OF, Other, fields
@@ -23,10 +24,13 @@ from kvgate.verify.lookups import Expected, Kind, Verdict, in_order, must_be_ref
 from kvgate.verify.plants import FOUR, Plant, Run
 from kvgate.verify.results import L1, MEMORY, Progress, Report, Row, part
 from kvgate.verify.sample import Value, changed
+from kvgate.verify.variants import BESIDE, ROWS, Variants
 
 HITS: Final = "must hit"
 MISSES: Final = "must miss"
 IDENTITY: Final = "must miss: identity field"
+PREFIX: Final = "common prefix of another prompt"
+START: Final = "another start of the same engine"
 PAUSE_S: Final = 0.005
 """Between two lookups, so that a run never takes more than a small share of a busy gateway."""
 
@@ -53,6 +57,8 @@ class Matrix:
         self._other: Desk | None = None
         self._planted: dict[str, set[bytes]] = {}
         self._undocumented: dict[str, str] = {}
+        self._variants: Variants | None = None
+        self.capabilities: dict[str, bytes] = {}
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -67,6 +73,10 @@ class Matrix:
                     self._progress.step(f"{plant.name} for {tier}")
                     await self._store(plant, tier)
         await self._isolate()
+        variants = await self._transformed()
+        if variants is not None:
+            for tier in self.tiers:
+                await variants.plant(tier)
 
     async def check(self) -> None:
         """Every row, in every tier."""
@@ -79,6 +89,15 @@ class Matrix:
                 await self._field(path, others)
             self._progress.step("what was never stored whole")
             await self._never_whole()
+        variants = await self._transformed()
+        if variants is not None:
+            with part(self._progress, "variants", len(self.tiers)):
+                for tier in self.tiers:
+                    self._progress.step(tier)
+                    await variants.isolate(tier)
+                    await variants.check_misses(tier)
+                    await variants.check_hits(tier)
+                await variants.foreign(await self._kept(self.run.request({}), await self._second()))
         with part(self._progress, "what must hit", len(self.run.plants) * len(self.tiers)):
             for plant in self.run.plants:
                 for tier in self.tiers:
@@ -97,6 +116,10 @@ class Matrix:
                 for tier in self.tiers:
                     self._progress.step(f"{plant.name} of {tier}")
                     row.check(tier, await self._forget_one(plant, tier))
+        variants = await self._transformed()
+        if variants is not None:
+            for tier in self.tiers:
+                row.check(tier, await variants.forget(tier))
 
     async def close(self) -> None:
         """Drop the engines."""
@@ -222,7 +245,9 @@ class Matrix:
             prompt = other.prompt(prompt, self.run.prompt(tier, sibling)[0])
         key = (await self._token_key(await self._second())) if other.other_key else await self._token_key(self.desk)
         tokens = [chunk.digest(key) for chunk in prompt]
-        return await must_miss(engine, self._operator, request, tokens, self._planted[tier], expected)
+        verdict = await must_miss(engine, self._operator, request, tokens, self._planted[tier], expected)
+        problem = await self._variants.problem_of(engine, request, tier) if self._variants is not None else ""
+        return Verdict(Kind.WRONG, verdict.reason, problem) if problem else verdict
 
     def _note(self, row: Row, tier: str, verdict: Verdict) -> None:
         """A lookup that missed also had no worker let at the bytes in shared memory."""
@@ -295,13 +320,17 @@ class Matrix:
         """What is no identity changes nothing: another start, other blocks, files opened in another order, what follows the prefix."""
         plant = next(one for one in self.run.plants if one.name == "ordinary")
         request = self._request(plant)
-        row = self.report.row("common prefix of another prompt", HITS, "hit")
-        start = self.report.row("another start of the same engine", HITS, "hit")
         for tier in self.tiers:
-            if self.wants(row.name):
+            if self.wants(BESIDE) and self._variants is not None:
                 await self._isolate_one(plant, tier)
+                beside = self.report.row(BESIDE, "must hit: variants", "hit")
+                await self._must_hit(beside, await self._kept(request), request, plant, tier)
+            if self.wants(PREFIX):
+                await self._isolate_one(plant, tier)
+                row = self.report.row(PREFIX, HITS, "hit")
                 await self._must_hit(row, await self._kept(request), request, plant, tier, 1)
-            if self.wants(start.name):
+            if self.wants(START):
+                start = self.report.row(START, HITS, "hit")
                 await self._isolate_one(plant, tier)
                 turned = changed(request, {"model.base.artifacts": list(reversed(request["model"]["base"]["artifacts"]))})
                 engine = await self.desk.engine(self.run.engine("another start"), turned, generation=3, block_tokens=1)
@@ -346,6 +375,15 @@ class Matrix:
 
     def _request(self, plant: Plant) -> Value:
         return self.run.request({**plant.patch, "access.domain": self.desk.entered.domain})
+
+    async def _transformed(self) -> Variants | None:
+        """The rows of transformed KV; None where none of them is asked for."""
+        if self._variants is None and any(self.wants(name) for name in ROWS):
+            engine = await self._kept(self.run.request({}))
+            publisher = await Publisher.open(self.run, self.desk, engine)
+            publisher.capabilities = self.capabilities
+            self._variants = Variants(publisher, self._operator, self.report, self.wants, self._kept)
+        return self._variants
 
     async def _second(self) -> Desk:
         """The run's other domain."""

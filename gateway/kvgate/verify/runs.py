@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
@@ -30,12 +30,16 @@ MAX_FILE_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """What a check has to know of the run that planted. ``boot``: the gateway's start then; ``pid``: whose it is while it runs."""
+    """What a check has to know of the run that planted.
+
+    ``boot``: the gateway's start then; ``pid``: whose it is while it runs; ``capabilities``: of its artifacts.
+    """
 
     run: Run
     boot: str
     tiers: tuple[str, ...]
     pid: int = 0
+    capabilities: Mapping[str, bytes] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Put it into a file only its owner can read: whoever has the number can ask for these objects. Raises ``CannotRun``."""
@@ -48,6 +52,7 @@ class Planted:
             "boot": self.boot,
             "tiers": list(self.tiers),
             "pid": self.pid,
+            "capabilities": {name: capability.hex() for name, capability in self.capabilities.items()},
         }
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,8 +85,9 @@ class Planted:
             number = bytes.fromhex(value["run"])
             shape = Shape(int(value["chunk_tokens"]), str(value["codec"]))
             run = Run(number, shape, tuple(map(str, value["classes"])))
-            return cls(run, str(value["boot"]), tuple(map(str, value["tiers"])), int(value["pid"]))
-        except (KeyError, TypeError, ValueError) as error:
+            capabilities = {str(name): bytes.fromhex(text) for name, text in value["capabilities"].items()}
+            return cls(run, str(value["boot"]), tuple(map(str, value["tiers"])), int(value["pid"]), capabilities)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CannotRun(f"{path} is not the file of a run") from error
 
 
@@ -107,8 +113,11 @@ async def write(target: Target, path: Path, report: Report, progress: Progress) 
     async with _links(target) as links:
         planted = await _new(links, target)
         async with _matrix(links, target, planted.run, report, progress) as matrix:
-            Planted(planted.run, planted.boot, matrix.tiers).write(path)
+            planted = replace(planted, tiers=matrix.tiers)
+            planted.write(path)
             await matrix.plant()
+            _remove(path)
+            replace(planted, capabilities=matrix.capabilities).write(path)
         if target.vllm:
             async with Server.open(target.vllm, planted.run, report) as server:
                 await server.plant()
@@ -126,6 +135,7 @@ async def check(target: Target, path: Path, report: Report, progress: Progress) 
                         "the gateway was started again since, and its storage keeps nothing over that: remove the run by --clean"
                     )
                 report.note("The gateway was started again since the run was planted.")
+            matrix.capabilities.update(planted.capabilities)
             if matrix.tiers != planted.tiers:
                 raise CannotRun(
                     f"the gateway has the tiers {', '.join(matrix.tiers)} now, and had {', '.join(planted.tiers)} when the run was "
@@ -141,6 +151,7 @@ async def clean(target: Target, path: Path, report: Report, progress: Progress) 
     async with _links(target) as links:
         _require_same(links, planted)
         async with _matrix(links, target, planted.run, report, progress) as matrix:
+            matrix.capabilities.update(planted.capabilities)
             await matrix.forget()
     if not report.failed:
         _remove(path)
