@@ -4,14 +4,16 @@ from kvgate.cpu_copy import at, copy_run, copy_transposed, Ptr
 from kvgate.cpu_job import Job, LAYOUT_AMX, LAYOUT_VEC
 
 
-def _transposed[NT: Bool](size: Int, src: Int, ss: Int, dst: Int, ds: Int, rows: Int, cols: Int, ahead: Int):
+def _transposed[
+    NT: Bool, TWICE: Bool = False
+](size: Int, src: Int, ss: Int, dst: Int, ds: Int, rows: Int, cols: Int, ahead: Int, twin: Int = 0):
     """copy_transposed for elements of ``size`` bytes."""
     if size == 2:
-        copy_transposed[DType.uint16, NT](src, ss, dst, ds, rows, cols, ahead)
+        copy_transposed[DType.uint16, NT, TWICE](src, ss, dst, ds, rows, cols, ahead, twin)
     elif size == 4:
-        copy_transposed[DType.uint32, NT](src, ss, dst, ds, rows, cols, ahead)
+        copy_transposed[DType.uint32, NT, TWICE](src, ss, dst, ds, rows, cols, ahead, twin)
     else:
-        copy_transposed[DType.uint8, NT](src, ss, dst, ds, rows, cols, ahead)
+        copy_transposed[DType.uint8, NT, TWICE](src, ss, dst, ds, rows, cols, ahead, twin)
 
 
 def amx_value_rows(src: Int, block_tokens: Int, dim: Int, pair: Int, row0: Ptr[DType.uint16], row1: Ptr[DType.uint16], two: Bool):
@@ -44,39 +46,51 @@ def amx_value_store[NT: Bool](dst: Int, block_tokens: Int, dim: Int, pair: Int, 
                 to[unsafe_offset=2 * k] = a[k]
 
 
-def pack_block[NT: Bool](job: Job, half: Int, component: Int, tokens: Int, out_: Int, ahead: Int):
+def pack_block[
+    NT: Bool, TWICE: Bool
+](job: Job, half: Int, component: Int, tokens: Int, out_: Int, ahead: Int, twin: Int):
     """The first tokens of a page's half → canonical rows at ``out_``. The next page's half is ``ahead`` bytes from this one."""
     var n = job.block_tokens
     if job.layout == LAYOUT_VEC and component == 0:
-        _transposed[NT](job.element_bytes, half, n, out_, job.dim, job.dim, tokens, ahead)
+        _transposed[NT, TWICE](job.element_bytes, half, n, out_, job.dim, job.dim, tokens, ahead, twin)
     elif job.layout == LAYOUT_AMX and component == 0:
         for first in range(0, tokens, 16):
-            _transposed[NT](
+            _transposed[NT, TWICE](
                 4, half + first * job.row_bytes(), 16, out_ + first * job.row_bytes(), job.dim // 2,
-                job.dim // 2, min(16, tokens - first), ahead,
+                job.dim // 2, min(16, tokens - first), ahead, twin,
             )
     elif job.layout == LAYOUT_AMX:
-        var rows = at[DType.uint16](out_)
-        for pair in range((tokens + 1) // 2):
-            var row0 = rows.unsafe_offset(2 * pair * job.dim)
-            amx_value_rows(half, n, job.dim, pair, row0, row0.unsafe_offset(job.dim), 2 * pair + 1 < tokens)
+        comptime if TWICE:
+            _amx_values(job, half, tokens, out_ + twin)
+            copy_run[NT](out_, out_ + twin, tokens * job.row_bytes())
+        else:
+            _amx_values(job, half, tokens, out_)
     elif job.layout == LAYOUT_VEC or job.token_stride == job.row_bytes():
-        copy_run[NT](out_, half, tokens * job.row_bytes())
+        copy_run[NT, TWICE](out_, half, tokens * job.row_bytes(), twin)
     else:
         for t in range(tokens):
-            copy_run[NT](out_ + t * job.row_bytes(), half + t * job.token_stride, job.row_bytes())
+            copy_run[NT, TWICE](out_ + t * job.row_bytes(), half + t * job.token_stride, job.row_bytes(), twin)
 
 
-def unpack_block[NT: Bool](job: Job, half: Int, component: Int, tokens: Int, rows: Int):
-    """Canonical rows → the first tokens of a page's half; nothing else of it changes."""
+def _amx_values(job: Job, half: Int, tokens: Int, out_: Int):
+    """The first tokens of an AMX V page as plain rows."""
+    var rows = at[DType.uint16](out_)
+    for pair in range((tokens + 1) // 2):
+        var row0 = rows.unsafe_offset(2 * pair * job.dim)
+        amx_value_rows(half, job.block_tokens, job.dim, pair, row0, row0.unsafe_offset(job.dim), 2 * pair + 1 < tokens)
+
+
+def unpack_block[NT: Bool](job: Job, half: Int, component: Int, tokens: Int, rows: Int, ahead: Int):
+    """The inverse: canonical rows → the first tokens of a page's half; nothing else of it changes. What lies ``ahead`` bytes further on
+    in the payload is needed next."""
     var n = job.block_tokens
     if job.layout == LAYOUT_VEC and component == 0:
-        _transposed[NT](job.element_bytes, rows, job.dim, half, n, tokens, job.dim, n * job.row_bytes())
+        _transposed[NT](job.element_bytes, rows, job.dim, half, n, tokens, job.dim, ahead)
     elif job.layout == LAYOUT_AMX and component == 0:
         for first in range(0, tokens, 16):
             _transposed[NT](
                 4, rows + first * job.row_bytes(), job.dim // 2, half + first * job.row_bytes(), 16,
-                min(16, tokens - first), job.dim // 2, n * job.row_bytes(),
+                min(16, tokens - first), job.dim // 2, ahead,
             )
     elif job.layout == LAYOUT_AMX:
         var source = at[DType.uint16](rows)
@@ -84,7 +98,7 @@ def unpack_block[NT: Bool](job: Job, half: Int, component: Int, tokens: Int, row
             var row0 = source.unsafe_offset(2 * pair * job.dim)
             amx_value_store[NT](half, n, job.dim, pair, row0, row0.unsafe_offset(job.dim), 2 * pair + 1 < tokens)
     elif job.layout == LAYOUT_VEC or job.token_stride == job.row_bytes():
-        copy_run[NT](half, rows, tokens * job.row_bytes())
+        copy_run[NT](half, rows, tokens * job.row_bytes(), 0, ahead)
     else:
         for t in range(tokens):
-            copy_run[NT](half + t * job.token_stride, rows + t * job.row_bytes(), job.row_bytes())
+            copy_run[NT](half + t * job.token_stride, rows + t * job.row_bytes(), job.row_bytes(), 0, ahead)

@@ -3,7 +3,7 @@ from max.gpu import block_idx
 from kvgate.gpu_move import Axes, decode_lines, encode_units, move_rows, tile_bases
 
 
-comptime CODED_UNROLL = 2  # lines or units in flight per thread; measured, see docs/kernels.md
+comptime UNROLL = 2  # lines or units in flight per thread; measured, see docs/kernels.md
 
 
 def raw_kernel[TO_PAYLOAD: Bool](
@@ -21,10 +21,8 @@ def raw_kernel[TO_PAYLOAD: Bool](
         Int(block_idx.x), pages, payloads, tables, skips, blocks, groups, parts, part_page, block_tokens, chunk_tokens,
         block_stride, group_page, group_rows, row_bytes, layer_bytes, move, layer,
     )
-    if at.idle:
-        return
     var axes = Axes(n0, magic0, n1, magic1, page0, page1, page2, payload0, payload1, payload2, token_axis)
-    move_rows[TO_PAYLOAD, 1](
+    move_rows[TO_PAYLOAD, UNROLL](
         at.page, at.payload + at.row * Int(row_bytes), at.tokens, axes, lines, row_lines, row_magic
     )
 
@@ -36,36 +34,35 @@ def coded_kernel[TO_PAYLOAD: Bool, IS_BF16: Bool, E4M3: Bool](
     rows: UInt32, key_lines: UInt32, key_magic: UInt32, row_units: UInt32, unit_magic: UInt32,
     n0: UInt32, magic0: UInt32, page0: Int64, page1: Int64, payload0: Int32, payload1: Int32, token_axis: Int32, moves_outside: Int32,
 ):
-    """k16v8 pack or unpack of one tile: K or V of a group of heads of one page. Even grid x: K, odd: V. ``rows`` rows a tile; a row
-    has key_lines lines of 16 bytes; of V it has row_units units of 16 values (pack) or 8 (unpack), counted in whole groups."""
+    """k16v8 pack or unpack of one tile: a group of heads of one page. Packing has thread blocks for K (even grid x) and for V (odd): their
+    work differs too much for one. ``rows`` rows a tile; a row has key_lines lines of 16 bytes; of V it has row_units units of 16 values
+    (pack) or 8 (unpack), counted in whole groups."""
     var x = Int(block_idx.x)
     var move = Int(block_idx.z if moves_outside != 0 else block_idx.y)
     var layer = Int(block_idx.y if moves_outside != 0 else block_idx.z)
     var at = tile_bases(
-        x // 2, pages, payloads, tables, skips, blocks, groups, parts, part_page, block_tokens, chunk_tokens,
+        x // 2 if TO_PAYLOAD else x, pages, payloads, tables, skips, blocks, groups, parts, part_page, block_tokens, chunk_tokens,
         block_stride, group_page, group_rows, row_bytes, layer_bytes, move, layer,
     )
-    if at.idle:
-        return
+    var keys = at.payload + at.row * Int(row_bytes)
     # Two axes only: with n1 rows left over, the second index never wraps.
-    if x % 2 == 0:
-        var scaled = Axes(n0, magic0, rows, 1, page0, page1, 0, payload0 * row_bytes, payload1 * row_bytes, 0, token_axis)
-        move_rows[TO_PAYLOAD, 2 * CODED_UNROLL if TO_PAYLOAD else CODED_UNROLL](
-            at.page, at.payload + at.row * Int(row_bytes), at.tokens, scaled, rows * key_lines, key_lines, key_magic
-        )
-        return
+    comptime if TO_PAYLOAD:
+        if x % 2 == 0:
+            var scaled = Axes(n0, magic0, rows, 1, page0, page1, 0, payload0 * row_bytes, payload1 * row_bytes, 0, token_axis)
+            move_rows[True, 2 * UNROLL](at.page, keys, at.tokens, scaled, rows * key_lines, key_lines, key_magic)
+            return
     var axes = Axes(n0, magic0, rows, 1, page0, page1, 0, payload0, payload1, 0, token_axis)
     var groups_of_row = Int(row_units) // (2 if TO_PAYLOAD else 4)
     var codes_begin = at.payload + Int(layer_rows) * Int(row_bytes)
     var codes = codes_begin + at.row * (Int(row_bytes) // 2)
     var scales = codes_begin + Int(layer_rows) * (Int(row_bytes) // 2) + at.row * groups_of_row * 2
     comptime if TO_PAYLOAD:
-        encode_units[IS_BF16, E4M3, CODED_UNROLL](
+        encode_units[IS_BF16, E4M3, UNROLL](
             at.page + Int(component_page), codes, scales, at.tokens, axes, rows * row_units, row_units,
             unit_magic, faults, move, UInt32(row_bytes),
         )
     else:
-        decode_lines[IS_BF16, E4M3, CODED_UNROLL](
-            at.page + Int(component_page), codes, scales, at.tokens, axes, rows * row_units, row_units,
+        decode_lines[IS_BF16, E4M3, UNROLL](
+            at.page, Int(component_page), keys, codes, scales, at.tokens, axes, rows * row_units, row_units,
             unit_magic, UInt32(row_bytes),
         )

@@ -1,6 +1,6 @@
 """GPU pack and unpack: pages ↔ canonical payloads, all layers and a batch of chunks in one launch.
 
-One thread block moves one tile: some KV heads of one page. grid = (blocks of a chunk * head groups [* 2 when coded], layers, chunks). What
+One thread block moves one tile: some KV heads of one page. grid = (blocks of a chunk * head groups [* 2 when encoding], layers, chunks). What
 differs between page layouts is strides alone. Inside a tile rows are counted along three axes, fastest first, in the order that the
 host chose; division by their sizes is a multiplication by magic numbers. Tables and addresses lie in device memory.
 """
@@ -97,7 +97,6 @@ struct Bases(Copyable, Movable, TrivialRegisterPassable):
     var payload: Int
     var tokens: UInt32
     var row: Int
-    var idle: Bool
 
 
 @inline(.always)
@@ -107,14 +106,15 @@ def tile_bases(
     row_bytes: Int32, layer_bytes: Int64, move: Int, layer: Int,
 ) -> Bases:
     """Bases of tile x of a chunk's layer. A page is cut into ``parts`` of ``block_tokens`` tokens each, and into head groups.
-    ``row`` counts rows of [KV head][token] in front of the tile."""
+    ``row`` counts rows of [KV head][token] in front of the tile. A page that is skipped holds no tokens: leaving early instead would have
+    the other tables wait for that one."""
     var whole = UInt32(x)
     var piece = whole // UInt32(groups)
     var group = Int(whole - piece * UInt32(groups))
     var paged = piece // UInt32(parts)
     var part = Int(piece - paged * UInt32(parts))
     var index = Int(paged)
-    var idle = index < Int(Ptr[DType.int32](unsafe_from_address=Int(skips))[unsafe_offset=move])
+    var skipped = index < Int(Ptr[DType.int32](unsafe_from_address=Int(skips))[unsafe_offset=move])
     var block = Int(Ptr[DType.int32](unsafe_from_address=Int(tables))[unsafe_offset=move * Int(blocks) + index])
     var page = Int(Ptr[DType.uint64](unsafe_from_address=Int(pages))[unsafe_offset=layer])
     var payload = Int(Ptr[DType.uint64](unsafe_from_address=Int(payloads))[unsafe_offset=move])
@@ -123,9 +123,8 @@ def tile_bases(
     return Bases(
         page + block * Int(block_stride) + group * Int(group_page) + part * Int(part_page),
         payload + layer * Int(layer_bytes),
-        UInt32(max(0, min(Int(block_tokens), Int(chunk_tokens) - first))),
+        UInt32(0 if skipped else max(0, min(Int(block_tokens), Int(chunk_tokens) - first))),
         row,
-        idle,
     )
 
 
@@ -305,13 +304,15 @@ def encode_units[IS_BF16: Bool, E4M3: Bool, U: Int](
 
 @inline(.always)
 def decode_lines[IS_BF16: Bool, E4M3: Bool, U: Int](
-    page: Int, codes: Int, scales: Int, tokens: UInt32, axes: Axes, lines: UInt32, row_lines: UInt32,
-    row_magic: UInt32, row_bytes: UInt32,
+    page: Int, component_page: Int, keys: Int, codes: Int, scales: Int, tokens: UInt32, axes: Axes, lines: UInt32,
+    row_lines: UInt32, row_magic: UInt32, row_bytes: UInt32,
 ):
-    """The inverse of encode_units, by lines of 8 values: each lane then stores one whole line."""
+    """The inverse of encode_units, by lines of 8 values: each lane then stores one whole line. The lines of K at the same places go
+    along, so that a thread block has enough on its way however small the batch."""
     var tid = UInt32(thread_idx.x)
     var groups = row_lines // 4
     for first in range(0, Int(lines), THREADS * U):
+        var key = StaticTuple[Line, U]()
         var data = StaticTuple[SIMD[DType.uint32, 2], U]()
         var scale = StaticTuple[UInt16, U]()
         var to = StaticTuple[Int, U]()
@@ -323,9 +324,11 @@ def decode_lines[IS_BF16: Bool, E4M3: Bool, U: Int](
             to[u] = 0
             if x < lines and at.token < tokens and line * 16 < row_bytes:
                 to[u] = page + at.page + Int(line) * 16
+                key[u] = load16(keys + at.payload * Int(row_bytes) + Int(line) * 16)
                 data[u] = load8(codes + at.payload * Int(row_bytes // 2) + Int(line) * 8)
                 var from_ = scales + (at.payload * Int(groups) + Int(line // 4)) * 2
                 scale[u] = Ptr[DType.uint16](unsafe_from_address=from_)[unsafe_offset=0]
         comptime for u in range(U):
             if to[u] != 0:
-                store16(to[u], decode8[IS_BF16, E4M3](data[u], scale_value(scale[u])))
+                store16(to[u], key[u])
+                store16(to[u] + component_page, decode8[IS_BF16, E4M3](data[u], scale_value(scale[u])))

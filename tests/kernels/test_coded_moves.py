@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,9 +51,9 @@ def decoded(data: bytes, payload: PayloadGeometry) -> bytes:
 
 
 @FEW
-@given(case=CODED_CASES)
-def test_packing_codes_the_canonical_payload(backend: str, case: Case) -> None:
-    """A coded payload is the coding of the raw canonical payload, so that page layouts do not enter it."""
+@given(case=CODED_CASES, digest=st.booleans())
+def test_packing_codes_the_canonical_payload(backend: str, case: Case, digest: bool) -> None:
+    """A coded payload is the coding of the raw canonical payload, so that page layouts do not enter it; its digest is of its bytes."""
     rng = np.random.default_rng(case.seed)
     arena = Arena.filled(case.pages, case.num_blocks, rng)
     blocks = case.payload.blocks(case.pages.block_tokens)
@@ -60,7 +61,8 @@ def test_packing_codes_the_canonical_payload(backend: str, case: Case) -> None:
     raw = PayloadGeometry.of(case.pages, case.payload.chunk_tokens)
     packer = Packer(case.pages, case.payload, arena.tensors, backend=backend)
     out = bytearray(case.payload.payload_bytes)
-    packer.pack([ChunkMove(memoryview(out), table)])
+    digests = packer.pack([ChunkMove(memoryview(out), table)], digest=digest)
+    assert digests == ([blake3(out).digest()] if digest else [])
     assert bytes(out) == coded(oracle_payload(arena, raw, table), case.payload)
     packer.close()
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,16 +37,17 @@ def tables(case: Case, rng: np.random.Generator) -> tuple[list[int], list[int]]:
 
 
 @FEW
-@given(case=cases(), lead=st.sampled_from([0, 1, 8]))
-def test_pack_gives_the_canonical_payload(backend: str, case: Case, lead: int) -> None:
-    """A packed payload is the oracle's, byte for byte, wherever it lies, and no byte around it changes."""
+@given(case=cases(), lead=st.sampled_from([0, 1, 8]), digest=st.booleans())
+def test_pack_gives_the_canonical_payload(backend: str, case: Case, lead: int, digest: bool) -> None:
+    """A packed payload is the oracle's, byte for byte, wherever it lies; its digest is of these bytes; no byte around it changes."""
     rng = np.random.default_rng(case.seed)
     arena = Arena.filled(case.pages, case.num_blocks, rng)
     before = arena.buffer.copy()
     packer = Packer(case.pages, case.payload, arena.tensors, backend=backend)
     pairs = tables(case, rng)
     outs = [guarded_payload(case.payload.payload_bytes, lead) for _ in pairs]
-    packer.pack([ChunkMove(view, table) for (_, view), table in zip(outs, pairs, strict=True)])
+    digests = packer.pack([ChunkMove(view, table) for (_, view), table in zip(outs, pairs, strict=True)], digest=digest)
+    assert digests == ([blake3(view).digest() for _, view in outs] if digest else [])
     for (buffer, view), table in zip(outs, pairs, strict=True):
         assert bytes(view) == oracle_payload(arena, case.payload, table)
         assert canaries_whole(buffer, case.payload.payload_bytes, lead)
@@ -54,8 +56,8 @@ def test_pack_gives_the_canonical_payload(backend: str, case: Case, lead: int) -
 
 
 @FEW
-@given(case=cases(), lead=st.sampled_from([0, 1, 8]), data=st.data())
-def test_unpack_writes_only_the_named_tokens(backend: str, case: Case, lead: int, data: st.DataObject) -> None:
+@given(case=cases(), lead=st.sampled_from([0, 1, 8]), digest=st.booleans(), data=st.data())
+def test_unpack_writes_only_the_named_tokens(backend: str, case: Case, lead: int, digest: bool, data: st.DataObject) -> None:
     """Unpack sets exactly the tokens after the skipped ones in the named blocks; all other page memory keeps its bytes."""
     rng = np.random.default_rng(case.seed)
     arena = Arena.filled(case.pages, case.num_blocks, rng)
@@ -73,7 +75,7 @@ def test_unpack_writes_only_the_named_tokens(backend: str, case: Case, lead: int
         shown = [10**6] * (skip // case.pages.block_tokens) + table[skip // case.pages.block_tokens :]
         moves.append(ChunkMove(view.toreadonly(), shown, skip))
     packer = Packer(case.pages, case.payload, arena.tensors, backend=backend)
-    packer.unpack(moves)
+    packer.unpack(moves, digest=digest)
     assert np.array_equal(arena.buffer, expected.buffer)
     packer.close()
 
