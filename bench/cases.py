@@ -98,9 +98,18 @@ class Env:
 
 def all_cases() -> tuple[Case, ...]:
     """Every case, in the order they run."""
-    from bench import footprint, issue, lookup, miss, oracle, register, transfer
+    from bench import footprint, issue, lookup, miss, oracle, oracle_variants, register, transfer
 
-    return (*issue.CASES, *lookup.CASES, *transfer.CASES, *miss.CASES, *footprint.CASES, *register.CASES, *oracle.CASES)
+    return (
+        *issue.CASES,
+        *lookup.CASES,
+        *transfer.CASES,
+        *miss.CASES,
+        *footprint.CASES,
+        *register.CASES,
+        *oracle.CASES,
+        *oracle_variants.CASES,
+    )
 
 
 def chosen(names: list[str]) -> Iterator[Case]:

@@ -14,7 +14,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,8 +56,9 @@ DEADLINE_MS: Final = 10_000
 STORE_S: Final = 60.0
 SEED: Final = 6
 """Of the order of the probes: written down, so that a run can be repeated."""
-STEPS: Final = ("bind", "acquire", "release")
-_FRAME_ID: Final = 1
+FRAME_ID: Final = 1
+DETERMINED: Final = "recency@1"
+"""The transform whose artifacts these gateways let be shared by prefix."""
 # Small objects: what is probed for is never read.
 _GEOMETRY: Final = Geometry(layers=1, kv_heads=1, head_dim=8)
 
@@ -68,12 +69,12 @@ R = TypeVar("R", bound=Record)
 class BareSocket:
     """One session over a blocking socket: a frame out, a frame back, nothing beside it."""
 
-    def __init__(self, endpoint: str, credential: bytes) -> None:
+    def __init__(self, endpoint: str, credential: bytes, role: str = "scheduler") -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(CALL_S)
         self._socket.connect(endpoint)
         hello = Hello(
-            role="scheduler",
+            role=role,
             build=product_build(),
             wire_lowest=min(WIRE_VERSIONS),
             wire_highest=max(WIRE_VERSIONS),
@@ -81,7 +82,7 @@ class BareSocket:
             schema_highest=max(SCHEMA_VERSIONS),
             credential=credential,
         )
-        reply(self.exchange(frame_bytes(_FRAME_ID, hello)), Welcome)
+        reply(self.exchange(frame_bytes(FRAME_ID, hello)), Welcome)
 
     def exchange(self, frame: bytes) -> bytes:
         """Send a frame, and return the reply's without its length."""
@@ -109,37 +110,49 @@ def reply(payload: bytes, kind: type[R]) -> R:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One prompt as the prober asks for it. ``chunks``: how many of its chunks it must be given."""
+    """One prompt as the prober asks for it. ``given``: whether it must be given it."""
 
     kind: str
-    bind: bytes
-    chunks: int
+    frame: bytes
+    given: bool
+
+
+Once = Callable[[BareSocket, Probe], dict[str, float]]
+"""Probes once; seconds of each step."""
 
 
 @dataclass(slots=True)
 class Latencies:
-    """Seconds by kind of prompt: each step alone, and ``total``: bind and acquire together."""
+    """Seconds by kind of prompt and step."""
 
     found: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
-    def add(self, kind: str, steps: Sequence[float]) -> None:
-        """One probe's steps in order."""
-        of_kind = self.found.setdefault(kind, {name: [] for name in (*STEPS, "total")})
-        for name, seconds in zip(STEPS, steps, strict=True):
+    def add(self, kind: str, steps: Mapping[str, float]) -> None:
+        """One probe's steps."""
+        of_kind = self.found.setdefault(kind, {name: [] for name in steps})
+        for name, seconds in steps.items():
             of_kind[name].append(seconds)
-        of_kind["total"].append(steps[0] + steps[1])
 
     def auc(self, step: str, kind: str) -> Auc:
         """How well ``step`` tells prompts of ``kind`` from absent ones."""
         return auc(self.found[kind][step], self.found["absent"][step])
 
 
-@contextmanager
-def tenants(env: Env, *, storage: str, salted: bool) -> Iterator[tuple[EngineSessions, EngineSessions, str, bytes]]:
-    """Two tenants of one gateway: the one who stores, the one who probes, its endpoint and the prober's credential.
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """One who stores and one who probes: their engines and credentials."""
 
-    ``salted``: they share an isolation domain, and only their salts differ. ``storage``: memory, or fs (LMCache with a folder as L2).
-    """
+    endpoint: str
+    other: EngineSessions
+    prober: EngineSessions
+    others_credential: bytes = field(repr=False)
+    probers_credential: bytes = field(repr=False)
+
+
+@contextmanager
+def tenants(env: Env, *, storage: str, salted: bool) -> Iterator[Tenants]:
+    """Two tenants of one gateway. ``salted``: they share an isolation domain, and only their salts differ. ``storage``: memory, or fs
+    (LMCache with a folder as L2)."""
     if storage == "fs":
         storage_of("lmcache")
     credentials = [secrets.token_bytes(16) for _ in range(2)]
@@ -147,7 +160,7 @@ def tenants(env: Env, *, storage: str, salted: bool) -> Iterator[tuple[EngineSes
     file.write_text(
         json.dumps({hashlib.sha256(one).hexdigest(): f"tenant {at * (not salted)}" for at, one in enumerate(credentials)})
     )
-    more = {"--credentials-file": str(file)}
+    more = {"--credentials-file": str(file), "--determined-transforms": DETERMINED}
     if storage == "fs":
         more["--l2"] = json.dumps([{"type": "fs", "base_path": str(l2_folder(env, salted=salted))}])
     with ExitStack() as stack:
@@ -155,7 +168,7 @@ def tenants(env: Env, *, storage: str, salted: bool) -> Iterator[tuple[EngineSes
         running = stack.enter_context(daemon(env.folder, backend, POOL_BYTES, more=more))
         env.versions["storage"] = running.backend
         made = [stack.enter_context(engine(running, _GEOMETRY, credential=one)) for one in credentials]
-        yield made[0], made[1], running.endpoint, credentials[1]
+        yield Tenants(running.endpoint, made[0], made[1], credentials[0], credentials[1])
 
 
 def l2_folder(env: Env, *, salted: bool) -> Path:
@@ -201,36 +214,43 @@ def wait_stored(folder: Path, objects: int) -> None:
 @contextmanager
 def probed(env: Env, *, storage: str, salted: bool) -> Iterator[Latencies]:
     """The latencies of one pair of tenants, measured once for all of its cases."""
-    prompts, rounds = (QUICK_PROMPTS, QUICK_ROUNDS) if env.quick else (PROMPTS, ROUNDS)
     salts = [secrets.token_bytes(32) for _ in range(2)] if salted else [None, None]
     order = random.Random(SEED)
-    numbers = order.sample(range(10 * prompts), 2 * prompts + OWN_PROMPTS)
-    of_kind = {
-        "foreign": numbers[:prompts],
-        "absent": numbers[prompts : 2 * prompts],
-        "own": numbers[2 * prompts :],
-    }
-    with tenants(env, storage=storage, salted=salted) as (other, prober, endpoint, credential):
-        theirs = store(other, of_kind["foreign"], salts[0])
-        store(prober, of_kind["own"], salts[1])
+    of_kind = numbers_of(order, env)
+    with tenants(env, storage=storage, salted=salted) as both:
+        theirs = store(both.other, of_kind["foreign"], salts[0])
+        store(both.prober, of_kind["own"], salts[1])
         if storage == "fs":
-            wait_stored(l2_folder(env, salted=salted), (prompts + OWN_PROMPTS) * CHUNKS)
+            stored = len(of_kind["foreign"]) + len(of_kind["own"])
+            wait_stored(l2_folder(env, salted=salted), stored * CHUNKS)
         probes = [
-            Probe(kind, frame_bytes(_FRAME_ID, bind_of(prober, number, salts[1])), CHUNKS if kind == "own" else 0)
+            Probe(kind, frame_bytes(FRAME_ID, bind_of(both.prober, number, salts[1])), kind == "own")
             for kind, found in of_kind.items()
             for number in found
         ]
-        wire = BareSocket(endpoint, credential)
+        wire = BareSocket(both.endpoint, both.probers_credential)
         try:
-            reply(wire.exchange(frame_bytes(_FRAME_ID, OpenEngine(handle=prober.handle))), Opened)
+            reply(wire.exchange(frame_bytes(FRAME_ID, OpenEngine(handle=both.prober.handle))), Opened)
             _apart(wire, probes, theirs)
-            yield measure(wire, probes, rounds, order, env)
+            yield measure(wire, probes, probe_once, order, env)
         finally:
             wire.close()
 
 
-def measure(wire: BareSocket, probes: list[Probe], rounds: int, order: random.Random, env: Env) -> Latencies:
+def numbers_of(order: random.Random, env: Env) -> dict[str, list[int]]:
+    """Numbers of the prompts of each kind, by chance."""
+    prompts = QUICK_PROMPTS if env.quick else PROMPTS
+    numbers = order.sample(range(10 * prompts), 2 * prompts + OWN_PROMPTS)
+    return {
+        "foreign": numbers[:prompts],
+        "absent": numbers[prompts : 2 * prompts],
+        "own": numbers[2 * prompts :],
+    }
+
+
+def measure(wire: BareSocket, probes: list[Probe], once: Once, order: random.Random, env: Env) -> Latencies:
     """Probe everything once a round, each round in another random order. The first round does not count."""
+    rounds = QUICK_ROUNDS if env.quick else ROUNDS
     step, found = env.stepper(rounds + 1), Latencies()
     gc.collect()
     gc.disable()
@@ -238,7 +258,7 @@ def measure(wire: BareSocket, probes: list[Probe], rounds: int, order: random.Ra
         for number in range(rounds + 1):
             order.shuffle(probes)
             for probe in probes:
-                seconds = probe_once(wire, probe)
+                seconds = once(wire, probe)
                 if number:
                     found.add(probe.kind, seconds)
             step()
@@ -247,32 +267,36 @@ def measure(wire: BareSocket, probes: list[Probe], rounds: int, order: random.Ra
     return found
 
 
-def probe_once(wire: BareSocket, probe: Probe) -> tuple[float, float, float]:
-    """Seconds of bind, acquire and release: from the frame's first byte out to the reply's last byte in."""
-    clock = time.perf_counter
-    begin = clock()
-    payload = wire.exchange(probe.bind)
-    bind_s = clock() - begin
+def probe_once(wire: BareSocket, probe: Probe) -> dict[str, float]:
+    """Bind, acquire, release."""
+    bind_s, payload = timed_exchange(wire, probe.frame)
     lease = reply(payload, Bound).lease
-    acquire = frame_bytes(_FRAME_ID, Acquire(lease=lease, first=0, last=CHUNKS, deadline_ms=DEADLINE_MS))
-    release = frame_bytes(_FRAME_ID, Release(lease=lease))
-    begin = clock()
-    payload = wire.exchange(acquire)
-    acquire_s = clock() - begin
-    begin = clock()
-    wire.exchange(release)
-    release_s = clock() - begin
-    if reply(payload, Acquired).end != probe.chunks:
+    acquire = Acquire(lease=lease, first=0, last=CHUNKS, deadline_ms=DEADLINE_MS)
+    acquire_s, payload = timed_exchange(wire, frame_bytes(FRAME_ID, acquire))
+    release_s, _ = timed_exchange(wire, frame_bytes(FRAME_ID, Release(lease=lease)))
+    require_given(probe, reply(payload, Acquired).end == CHUNKS)
+    return {"bind": bind_s, "acquire": bind_s + acquire_s, "release": release_s}
+
+
+def timed_exchange(wire: BareSocket, frame: bytes) -> tuple[float, bytes]:
+    """Seconds from the frame's first byte out to the reply's last byte in, and the reply."""
+    begin = time.perf_counter()
+    payload = wire.exchange(frame)
+    return time.perf_counter() - begin, payload
+
+
+def require_given(probe: Probe, given: bool) -> None:
+    """A benchmark of wrong answers is worth nothing."""
+    if given != probe.given:
         raise RuntimeError("a prompt was given to a tenant who did not store it, or not to the one who did")
-    return bind_s, acquire_s, release_s
 
 
 def _apart(wire: BareSocket, probes: list[Probe], theirs: bytes) -> None:
     """The same prompts have other addresses under the prober's identity: what it asks storage for is not there at all."""
     stored = {theirs[at : at + 32] for at in range(0, len(theirs), 32)}
     for probe in probes:
-        bound = reply(wire.exchange(probe.bind), Bound)
-        wire.exchange(frame_bytes(_FRAME_ID, Release(lease=bound.lease)))
+        bound = reply(wire.exchange(probe.frame), Bound)
+        wire.exchange(frame_bytes(FRAME_ID, Release(lease=bound.lease)))
         asked = {bound.addresses[at : at + 32] for at in range(0, len(bound.addresses), 32)}
         if len(asked) != CHUNKS or asked & stored:
             raise RuntimeError("two tenants have a chunk address in common")
@@ -281,36 +305,40 @@ def _apart(wire: BareSocket, probes: list[Probe], theirs: bytes) -> None:
 def oracle(env: Env, *, storage: str, salted: bool, step: str, error: bool) -> Samples:
     """The AUC of one step's latency, or its standard error."""
     make = partial(probed, storage=storage, salted=salted)
-    found = env.shared(f"{storage} {salted}", make)
+    return samples_of(env.shared(f"{storage} {salted}", make), step, error=error)
+
+
+def samples_of(found: Latencies, step: str, *, error: bool) -> Samples:
+    """What a case gives: the AUC beside the one that is meant to be there, or the standard error."""
     foreign, own = found.auc(step, "foreign"), found.auc(step, "own")
     if error:
         return Samples(ours=[foreign.error], smaller_is_better=True)
     return Samples(
         ours=[foreign.value],
         smaller_is_better=True,
-        peer="the prober's own stored prompts against absent ones: a difference that is meant to be there",
+        peer="the prober's own against absent ones: a difference that is meant to be there",
         peers=[own.value],
         note=f"{foreign.samples:,} samples, standard error {foreign.error:.4f}",
     )
 
 
-def _cases(name: str, who: str, *, salted: bool) -> Iterator[Case]:
-    what = {"bind": "bind", "total": "bind and acquire together", "release": "the release after them"}
-    label = {"bind": "bind", "total": "acquire", "release": "release"}
-    for storage in ("memory", "fs"):
-        for step in what:
-            case = partial(
-                Case, family=f"{name}.{storage}", unit="AUC", what=f"{what[step]}: prompts {who} stored against absent ones"
-            )
-            run = partial(oracle, storage=storage, salted=salted, step=step)
-            full = f"{name}.{storage}.{label[step]}"
-            yield case(name=full, run=partial(run, error=False), budgets=_BUDGETS)
-            yield case(name=f"{full}.error", run=partial(run, error=True))
+def cases_of(name: str, what: Mapping[str, str], run: Callable[..., Samples]) -> Iterator[Case]:
+    """For each step a case of its AUC and one of the standard error; ``run`` takes ``step`` and ``error``."""
+    for step, words in what.items():
+        case = partial(Case, family=name, unit="AUC", what=words)
+        yield case(name=f"{name}.{step}", run=partial(run, step=step, error=False), budgets=BUDGETS)
+        yield case(name=f"{name}.{step}.error", run=partial(run, step=step, error=True))
 
 
-_BUDGETS: Final = (Budget("value", ">=", 0.49), Budget("value", "<=", 0.51))
+BUDGETS: Final = (Budget("value", ">=", 0.49), Budget("value", "<=", 0.51))
 
-CASES: Final = (
-    *_cases("oracle.foreign", "another domain", salted=False),
-    *_cases("oracle.salt", "another salt of one domain", salted=True),
-)
+
+def _cases() -> Iterator[Case]:
+    steps = {"bind": "bind", "acquire": "bind and acquire together", "release": "the release after them"}
+    for name, who, salted in (("foreign", "another domain", False), ("salt", "another salt of one domain", True)):
+        what = {step: f"{words}: prompts {who} stored against absent ones" for step, words in steps.items()}
+        for storage in ("memory", "fs"):
+            yield from cases_of(f"oracle.{name}.{storage}", what, partial(oracle, storage=storage, salted=salted))
+
+
+CASES: Final = tuple(_cases())
