@@ -2,7 +2,8 @@
 
 Two things in the replies are random by nature, and nothing else may differ: the lease's 32 bytes, new at every bind, and the request's
 public reference, 16 digits that anybody can compute from the lease. Where a writer is given room, so are the reservation's number and
-the room's place in the pool: they tell how much is stored, by whomever, and not what.
+the room's place in the pool: they tell how much is stored, by whomever, and not what. Artifacts of scope ``request`` have new addresses
+each time they are opened.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvgate.contract.manifest import TransformManifest, position_map, retained
 from kvgate.contract.record import Record
 from kvgate.daemon.explain import reference
 from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
@@ -22,13 +24,28 @@ from kvgate.protocol.messages import (
     Acquire,
     Bound,
     Commit,
+    Committed,
     Explain,
     Extend,
+    Failure,
     Load,
     OpenEngine,
     Release,
     Reserve,
     Reserved,
+    Welcome,
+)
+from kvgate.protocol.variant_messages import (
+    BindVariant,
+    DescribeSource,
+    LoadRectangle,
+    OpenModel,
+    OpenVariant,
+    ReserveRectangle,
+    SealVariant,
+    SourceDescribed,
+    VariantOpened,
+    VariantSealed,
 )
 from tests.daemon import makers
 from tests.daemon.backends import FaultyBackend
@@ -64,13 +81,13 @@ class Transcript:
         await made.ask(second)
         return made
 
-    async def ask(self, message: Record) -> Record:
-        """Send, and note the reply's bytes."""
+    async def ask(self, message: Record, *, new_addresses: bool = False) -> Record:
+        """Send, and note the reply's bytes. ``new_addresses``: those in it are random by nature."""
         await self._wire.raw(frame_bytes(len(self.replies) + 1, message))
         head = await self._wire.reader.readexactly(HEADER.size)
         payload = await self._wire.reader.readexactly(frame_length(head))
         reply = parse_frame(payload).message()
-        self.replies.append((type(reply).__name__, head + self._masked(reply, payload)))
+        self.replies.append((type(reply).__name__, head + self._masked(reply, payload, new_addresses)))
         return reply
 
     async def close(self) -> None:
@@ -78,11 +95,12 @@ class Transcript:
         await self._wire.close()
 
     @staticmethod
-    def _masked(reply: Record, payload: bytes) -> bytes:
+    def _masked(reply: Record, payload: bytes, new_addresses: bool) -> bytes:
         random: list[bytes] = []
-        if isinstance(reply, Bound):
+        if isinstance(reply, Bound | VariantOpened):
             assert reply.reference == reference(reply.lease), "the reference says nothing that the lease does not"
             random = [reply.lease, reply.reference.encode()]
+            random += [reply.addresses] if new_addresses else []
         elif isinstance(reply, Reserved):
             kept = [(slot.chunk, slot.status, slot.length) for slot in reply.slots]
             return repr((kept, reply.pool, reply.pool_bytes)).encode()
@@ -125,6 +143,86 @@ async def bind(scheduler: Transcript, engine: Engine, salt: bytes | None, *texts
     return bound.lease
 
 
+def manifest(described: SourceDescribed, scope: str) -> TransformManifest:
+    """The second half of the prompt, by recency."""
+    kept = [[list(range(8, 12))]]
+    return TransformManifest(
+        algorithm="recency",
+        algorithm_version="1",
+        parameters=(),
+        source_prefix=described.source_prefix,
+        source_tokens=12,
+        retained=retained(kept, "model"),
+        position_map=position_map(kept, [[list(range(4))]]),
+        query=None,
+        payload_format=described.payload_format,
+        model=described.model,
+        scope=scope,
+    )
+
+
+def open_message(engine: Engine, described: SourceDescribed, salt: bytes | None, scope: str) -> OpenVariant:
+    """Open that artifact."""
+    return OpenVariant(
+        handle=engine.handle,
+        adapter=None,
+        salt=salt,
+        manifest=manifest(described, scope),
+        source=makers.tokens(*PROMPT),
+        tail=None,
+        tokens=makers.tokens(PROMPT[2]),
+    )
+
+
+def describe_message(engine: Engine, salt: bytes | None, scope: str) -> DescribeSource:
+    """Name the prompt as a source."""
+    tokens = makers.tokens(*PROMPT)
+    return DescribeSource(
+        handle=engine.handle, adapter=None, salt=salt, scope=scope, tokens=tokens, source_tokens=12, tail=None
+    )
+
+
+async def publish(engine: Engine, salt: bytes | None) -> bytes:
+    """Store the artifact so that everybody of that domain and salt may find it; its capability."""
+    client = await Wire.connect(engine.path)
+    await client.call(hello("client", engine.credential, wire_highest=2), Welcome)
+    described = await client.call(describe_message(engine, salt, "prefix"), SourceDescribed)
+    opened = await client.call(open_message(engine, described, salt, "prefix"), VariantOpened)
+    reserved = await client.call(ReserveRectangle(lease=opened.lease, rectangle=0, chunks=(0,)), Reserved)
+    await client.call(Commit(written=engine.fill(reserved, PROMPT[2:]), aborted=()), Committed)
+    sealed = await client.call(SealVariant(lease=opened.lease, ttl_s=60, deadline_ms=DEADLINE_MS), VariantSealed)
+    await client.close()
+    return sealed.capability
+
+
+async def look_for_artifact(engine: Engine, salt: bytes | None) -> list[tuple[str, bytes]]:
+    """Everything a tenant can ask about an artifact that it has no capability of: the replies."""
+    client = await Transcript.open(
+        engine.path, hello("client", engine.credential, wire_highest=2), OpenModel(handle=engine.handle, model=None)
+    )
+    for scope in ("prefix", "request"):
+        described = await client.ask(describe_message(engine, salt, scope))
+        assert isinstance(described, SourceDescribed)
+        message = open_message(engine, described, salt, scope)
+        opened = await client.ask(message, new_addresses=scope == "request")
+        assert isinstance(opened, VariantOpened)
+        await client.ask(Acquire(lease=opened.lease, first=0, last=1, deadline_ms=DEADLINE_MS))
+        await client.ask(LoadRectangle(lease=opened.lease, rectangle=0, chunks=(0,)))
+        await client.ask(SealVariant(lease=opened.lease, ttl_s=60, deadline_ms=DEADLINE_MS))
+        await client.ask(Explain(lease=opened.lease))
+        reserved = await client.ask(ReserveRectangle(lease=opened.lease, rectangle=0, chunks=(0,)))
+        assert isinstance(reserved, Reserved)
+        await client.ask(Commit(written=(), aborted=tuple(slot.reservation for slot in reserved.slots)))
+        await client.ask(Release(lease=opened.lease))
+    # The retained tokens as an ordinary prompt.
+    lease = await bind(client, engine, salt, PROMPT[2])
+    await client.ask(Acquire(lease=lease, first=0, last=1, deadline_ms=DEADLINE_MS))
+    await client.ask(Explain(lease=lease))
+    await client.ask(Release(lease=lease))
+    await client.close()
+    return client.replies
+
+
 def backend_of(kind: str) -> FaultyBackend | None:
     """The memory backend believing that an L2 lies behind it, so that misses are probed for; None: as configured."""
     return FaultyBackend() if kind == "probed" else None
@@ -150,6 +248,42 @@ async def test_what_another_tenant_stores_changes_no_byte(start: Start, folder: 
     prober = await Engine.start(path, credential=mine, engine=makers.engine_id("the prober's"))
     await prober.store(*PROMPT, salt=salts[1])
     assert await probe(prober, salts[1]) != absent
+
+
+@pytest.mark.parametrize("kind", ["memory", "probed"])
+@pytest.mark.parametrize("apart", ["domain", "salt"])
+async def test_what_another_tenant_publishes_changes_no_byte(start: Start, folder: Path, kind: str, apart: str) -> None:
+    """All replies about an artifact, and about its retained tokens, are the same before and after somebody else publishes it."""
+    gateway = await start(backend_of(kind), credentials_file=credentials(folder), determined_transforms="recency@1")
+    path = gateway.config.socket_path
+    theirs = OTHER if apart == "domain" else PROBER
+    salts: Sequence[bytes | None] = (None, None) if apart == "domain" else SALTS
+    other = await Engine.start(path, credential=theirs)
+    prober = await Engine.start(path, credential=PROBER, engine=makers.engine_id("the prober's"))
+    absent = await look_for_artifact(prober, salts[1])
+    await publish(other, salts[0])
+    assert await look_for_artifact(prober, salts[1]) == absent
+    # The check can fail: the prober's own artifact does change the replies.
+    await publish(prober, salts[1])
+    assert await look_for_artifact(prober, salts[1]) != absent
+
+
+async def test_a_stolen_capability_is_as_good_as_a_made_up_one(start: Start, folder: Path) -> None:
+    """A scheduler of another domain gets the same bytes for a capability that is good elsewhere and for one of nobody."""
+    gateway = await start(credentials_file=credentials(folder), determined_transforms="recency@1")
+    path = gateway.config.socket_path
+    other = await Engine.start(path, credential=OTHER)
+    prober = await Engine.start(path, credential=PROBER, engine=makers.engine_id("the prober's"))
+    stolen = await publish(other, None)
+    replies = []
+    for capability in (stolen, stolen[:2] + bytes(len(stolen) - 2)):
+        asked = await Transcript.open(path, hello("scheduler", PROBER, wire_highest=2), OpenEngine(handle=prober.handle))
+        tokens = makers.tokens(PROMPT[2])
+        message = BindVariant(handle=prober.handle, adapter=None, salt=None, capability=capability, tokens=tokens)
+        assert isinstance(await asked.ask(message), Failure)
+        replies.append(asked.replies)
+        await asked.close()
+    assert replies[0] == replies[1]
 
 
 async def test_two_tenants_have_no_address_in_common(start: Start, folder: Path) -> None:
