@@ -40,16 +40,23 @@ from kvgate.transfer import (
     TransferUnavailable,
     WorkerProcess,
 )
-from kvgate.transfer.supervisor import TransferProcesses
+from kvgate.transfer.supervisor import STORE_SHARE, TransferProcesses
 
 CALL_S = 60.0
 MOVE_S = 20.0
 GENERATION = 1
-DEFAULT = "group8"
-GROUPS = {"group1": 1, "group4": 4, DEFAULT: 8, "group16": 16}
-"""Payloads that a launch moves at most, by the stages' size; the kinds of process that are compared."""
 SLACK_BYTES = 256 << 20
 """Device memory that may differ between two looks without anything being leaked."""
+DEFAULT = "default"
+CHUNK_BYTES = 32 << 20
+KINDS: dict[str, dict[str, Any]] = {
+    DEFAULT: {},
+    "unpaced": {"store_share": 0.0},
+    "paced": {"load_share": STORE_SHARE},
+    "group1": {"stage_bytes": 2 * CHUNK_BYTES, "store_share": 0.0},
+    "group16": {"stage_bytes": 32 * CHUNK_BYTES, "store_share": 0.0},
+}
+"""Kinds of process that are compared: with stores or loads that leave a busy GPU to the engine, and by payloads a launch."""
 
 
 class EngineProcess:
@@ -112,14 +119,13 @@ class Bench:
         """Pool, engine and transfer processes, all at once."""
         descriptor = create_pool(self.pool.name, self.pool.pool_bytes)
         os.close(descriptor)
-        kinds = {kind: 2 * group * self.payload_bytes for kind, group in GROUPS.items()}
         self.engine = await asyncio.to_thread(EngineProcess, self.shape)
         self.export = PageExport.decode(await self.engine.ask("export"))
-        for kind, stage_bytes in kinds.items():
-            mover = self.movers[kind] = TransferProcesses(f"bench{kind}{os.getpid()}", stage_bytes=stage_bytes)
+        for kind, options in KINDS.items():
+            mover = self.movers[kind] = TransferProcesses(f"bench{kind}{os.getpid()}", **options)
             await mover.start()
             mover.use_pool(self.pool)
-        await asyncio.gather(*(self.attach(kind, "raw") for kind in kinds))
+        await asyncio.gather(*(self.attach(kind, "raw") for kind in KINDS))
         await self.attach(DEFAULT, "k16v8")
         offsets = [move.offset for move in self.moves]
         await self.engine.ask("begin_worker", self.pool.name, self.pool.pool_bytes, offsets, self.tables)
@@ -212,10 +218,10 @@ class Bench:
                     self.report.rate(name, total, taken, limit=beside, peer=peer)
 
     async def ways_of_copying(self) -> None:
-        """How many payloads a launch moves; and the same kernels in the engine's own process."""
+        """The other kinds on a GPU that is not busy; and the same kernels in the engine's own process."""
         total = len(self.moves) * self.payload_bytes
         for way in ("store", "load"):
-            for kind in GROUPS:
+            for kind in KINDS:
                 if kind != DEFAULT:
                     taken, limit = await self.in_turns(way, kind, "raw", True)
                     beside = Beside("pinned cudaMemcpyAsync", total, limit)
@@ -262,14 +268,14 @@ class Bench:
 
     async def interference(self) -> None:
         """How much products in the engine slow down while chunks move all the time; and what rate those reach meanwhile."""
-        for ways in (("store",), ("load",), ("store", "load")):
+        for way in ("store", "load"):
             for digest in (True, False):
-                await self.interfered(DEFAULT, ways, digest)
-                if len(ways) == 1:
-                    await self.interfered("worker", ways, digest)
-        for kind in GROUPS:
-            if kind != DEFAULT:
-                await self.interfered(kind, ("store",), True)
+                await self.interfered(DEFAULT, [way], digest)
+                await self.interfered("worker", [way], digest)
+        await self.interfered(DEFAULT, ["store", "load"], True)
+        await self.interfered("paced", ["load"], True)
+        for kind in ("unpaced", "group1", "group16"):
+            await self.interfered(kind, ["store"], True)
 
     async def interfered(self, kind: str, ways: Sequence[str], digest: bool) -> None:
         """One kind of process, or the engine itself as ``worker``."""
@@ -313,7 +319,7 @@ class Bench:
     async def killed_process(self) -> None:
         """kill -9 of the transfer process in the middle of a store: the call says so, memory comes back, the next one serves."""
         await self.engine.ask("fill", 4)
-        for kind in GROUPS:
+        for kind in KINDS:
             if kind != DEFAULT:
                 await self.movers[kind].stop()
         await self.engine.ask("end_worker")

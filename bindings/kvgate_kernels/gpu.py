@@ -13,7 +13,7 @@ import torch
 from kvgate_kernels import driver
 from kvgate_kernels.backend import Backend, BackendFactory, NativeUnavailable, Options
 from kvgate_kernels.geometry import Codec, PayloadGeometry
-from kvgate_kernels.gpu_lanes import STAGE_BYTES, Lane, groups
+from kvgate_kernels.gpu_lanes import STAGE_BYTES, Batch, Lane, groups, pack_groups, unpack_groups
 from kvgate_kernels.gpu_plan import (
     CODED_SIGNATURE,
     GATHER_SIGNATURE,
@@ -211,7 +211,8 @@ class GpuBackend:
         self._payload = payload
         self._kernels = GpuKernels(code, pages, payload)
         stage_bytes = options.stage_bytes or STAGE_BYTES
-        self._lanes = {way: Lane(pages.device, payload.payload_bytes, stage_bytes) for way in (True, False)}
+        shares = {True: options.pack_share, False: options.unpack_share}
+        self._lanes = {way: Lane(pages.device, payload.payload_bytes, stage_bytes, share) for way, share in shares.items()}
         self._locked = 0
         self._pool = pool
         if pool is not None:
@@ -281,6 +282,8 @@ class GpuBackend:
         return digests, faults
 
     def _finish(self, lane: Lane, tables: torch.Tensor, out: torch.Tensor | None, count: int) -> tuple[list[bytes], list[int]]:
+        for stage in lane.stages:
+            stage.done.synchronize()
         lane.copy.synchronize()
         lane.work.synchronize()
         faults = tables[-count:].cpu().nonzero().flatten().tolist() if self._payload.codec is not Codec.RAW else []
@@ -304,6 +307,7 @@ class GpuBackend:
         """Payloads in host memory: while one group is copied, the kernels work on the other."""
         count = len(moves)
         size = self._payload.payload_bytes
+        stream = lane.work.cuda_stream
         most = lane.prepare(count)
         plan = groups(count, most, pack=pack)
         places = [lane.stages[turn % 2].buffer.data_ptr() + size * at for turn, (_, n) in enumerate(plan) for at in range(n)]
@@ -311,34 +315,15 @@ class GpuBackend:
         out = torch.empty(count, 32, dtype=torch.uint8, device=self._pages.device) if digest else None
         room = self._kernels.hash_room(most) if digest else None
 
-        def hash_group(first: int, n: int) -> None:
-            if out is not None and room is not None:
-                self._kernels.hash(tables, first, n, room, out, lane.work.cuda_stream)
+        def move(first: int, n: int) -> None:
+            self._kernels.move(tables, first, n, count, pack, stream)
 
-        for turn, (first, n) in enumerate(plan):
-            stage = lane.stages[turn % 2]
-            group = zip(moves[first : first + n], places[first : first + n], strict=True)
-            if pack:
-                if turn >= 2:
-                    lane.work.wait_event(stage.done)
-                self._kernels.move(tables, first, n, count, pack, lane.work.cuda_stream)
-                stage.ready.record(lane.work)
-                lane.copy.wait_event(stage.ready)
-                for move, place in group:
-                    driver.copy(move.address, place, size, lane.copy.cuda_stream)
-                stage.done.record(lane.copy)
-                # Beside the copies. The next kernels that write here come later on this stream.
-                hash_group(first, n)
-            else:
-                if turn >= 2:
-                    lane.copy.wait_event(stage.done)
-                for move, place in group:
-                    driver.copy(place, move.address, size, lane.copy.cuda_stream)
-                stage.ready.record(lane.copy)
-                lane.work.wait_event(stage.ready)
-                hash_group(first, n)
-                self._kernels.move(tables, first, n, count, pack, lane.work.cuda_stream)
-                stage.done.record(lane.work)
+        def hash_(first: int, n: int) -> None:
+            if out is not None and room is not None:
+                self._kernels.hash(tables, first, n, room, out, stream)
+
+        batch = Batch(size, [move.address for move in moves], places, move, hash_)
+        (pack_groups if pack else unpack_groups)(lane, batch, plan)
         return self._finish(lane, tables, out, count)
 
 

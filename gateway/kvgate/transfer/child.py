@@ -24,6 +24,7 @@ class ChildSettings:
     """How a process is started. threads: host threads of the kernels, 0 for all cores it may use.
 
     stage_bytes: GPU memory for payloads on their way, in each direction and for each worker; 0 for the kernels' own choice.
+    store_share, load_share: the most of a busy GPU's time that stores, or loads, may take from the engines; 0 for no bound.
     """
 
     python: str
@@ -31,6 +32,8 @@ class ChildSettings:
     start_timeout_s: float
     threads: int = 0
     stage_bytes: int = 0
+    store_share: float = 0.0
+    load_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class Child:
                 str(os.getpid()),
             ]
             arguments += ["--threads", str(settings.threads), "--stage-bytes", str(settings.stage_bytes)]
+            arguments += ["--store-share", str(settings.store_share), "--load-share", str(settings.load_share)]
             process = await asyncio.create_subprocess_exec(
                 settings.python,
                 "-m",

@@ -23,6 +23,8 @@ from kvgate.transfer.records import MoveSpec, Packed, PageExport, PageHandle, Pa
 from kvgate.transfer.wire import MODULE, Op, WireError, unpack_digests, unpack_result
 
 MAX_DEVICES: Final = 32
+STORE_SHARE: Final = 0.02
+"""Nobody waits for a store: it leaves a busy engine the rest."""
 _END_S = 5.0
 
 _log = structlog.get_logger(__name__)
@@ -44,13 +46,18 @@ class TransferProcesses:
         python: str = sys.executable,
         threads: int = 0,
         stage_bytes: int = 0,
+        store_share: float = STORE_SHARE,
+        load_share: float = 0.0,
         start_timeout_s: float = 120.0,
         grace_s: float = 2.0,
         exit_s: float = 10.0,
         limits: Limits | None = None,
     ) -> None:
-        """owner: from ``owner_of``. threads, stage_bytes: see ``ChildSettings``. grace_s, exit_s: see ``Patience``."""
-        self._settings = ChildSettings(python, owner, start_timeout_s, threads, stage_bytes)
+        """owner: from ``owner_of``. threads, stage_bytes, store_share, load_share: see ``ChildSettings``.
+
+        grace_s, exit_s: see ``Patience``.
+        """
+        self._settings = ChildSettings(python, owner, start_timeout_s, threads, stage_bytes, store_share, load_share)
         self._patience = Patience(grace_s, exit_s)
         self._limits = limits or Limits()
         self._devices: dict[str, Device] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,15 @@ import torch
 from kvgate_kernels import driver
 
 _MAX_EVENTS = 64
+_POLL_S = 2e-4
 
 
 class EventRefused(Exception):
     """The engine's event cannot be opened."""
+
+
+class EngineLate(Exception):
+    """The engine's event has not come in time. Nothing was queued."""
 
 
 class DeviceKind(Protocol):
@@ -30,8 +36,11 @@ class DeviceKind(Protocol):
         """Make the device current on this thread, once."""
 
     @contextmanager
-    def ordered(self, ready: bytes | None) -> Iterator[None]:
-        """What is done inside comes after the engine's event. Raises ``EventRefused``."""
+    def ordered(self, ready: bytes | None, until: float) -> Iterator[None]:
+        """What is done inside comes after the engine's event, which may come ``until`` (``time.monotonic()``).
+
+        Raises ``EventRefused``, ``EngineLate``.
+        """
 
     def lock_memory(self, memory: memoryview) -> Callable[[], None]:
         """Page-lock host memory; returns what undoes it."""
@@ -47,8 +56,9 @@ class CpuDevice:
         """See ``DeviceKind``."""
 
     @contextmanager
-    def ordered(self, ready: bytes | None) -> Iterator[None]:
+    def ordered(self, ready: bytes | None, until: float) -> Iterator[None]:
         """See ``DeviceKind``."""
+        del until
         if ready is not None:
             raise EventRefused("pages on a CPU have no events")
         yield
@@ -82,12 +92,18 @@ class CudaDevice:
         self._local.stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def ordered(self, ready: bytes | None) -> Iterator[None]:
+    def ordered(self, ready: bytes | None, until: float) -> Iterator[None]:
         """See ``DeviceKind``."""
         stream = self._local.stream
         if ready is not None:
             try:
-                self._event(ready).wait(stream)
+                event = self._event(ready)
+                # Not in the stream alone: an engine that hangs must not hang us, and a thread that waits there takes a core.
+                while not event.query():  # type: ignore[no-untyped-call]
+                    if time.monotonic() > until:
+                        raise EngineLate("the engine was not done with these pages in time")
+                    time.sleep(_POLL_S)
+                event.wait(stream)
             except RuntimeError as error:
                 raise EventRefused("the engine's event cannot be waited for") from error
         with torch.cuda.stream(stream):

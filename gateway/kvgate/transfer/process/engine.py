@@ -16,7 +16,7 @@ from kvgate.contract.errors import ContractError
 from kvgate.storage.backend import PoolInfo
 from kvgate.storage.pool import PoolError
 from kvgate.transfer.gate import GateError, MoverGate
-from kvgate.transfer.process.devices import DeviceKind, EventRefused
+from kvgate.transfer.process.devices import DeviceKind, EngineLate, EventRefused
 from kvgate.transfer.process.memory import NoSuchPool, Pools
 from kvgate.transfer.process.pages import MAX_BLOCKS, ImportedPages, ImportRefused, import_pages
 from kvgate.transfer.records import BLOCK_ID_BYTES, PageExport, PayloadShape, WorkerProcess
@@ -31,6 +31,10 @@ class Refused(Exception):
     """The request names what is not there, or is not what it says. Nothing was done."""
 
 
+class Late(Exception):
+    """The engine was not ready before the deadline. Nothing was done."""
+
+
 class NoRoom(Exception):
     """The device has no memory for it now. Nothing was done."""
 
@@ -41,6 +45,8 @@ class Options:
 
     threads: int
     stage_bytes: int
+    store_share: float
+    load_share: float
 
 
 class Attached:
@@ -125,6 +131,8 @@ class Engine:
             pages.tensors,
             threads=options.threads or None,
             stage_bytes=options.stage_bytes,
+            pack_share=options.store_share,
+            unpack_share=options.load_share,
         )
         if packer.num_blocks >= MAX_BLOCKS:
             packer.close()
@@ -150,8 +158,8 @@ class Engine:
         except (PoolError, driver.DriverError) as error:
             raise Refused(str(error)) from None
 
-    def pack(self, body: MoveBody) -> list[bytes]:
-        """The answer to PACK. Raises ``Refused``, ``NoRoom``."""
+    def pack(self, body: MoveBody, until: float) -> list[bytes]:
+        """The answer to PACK; ``until``: its deadline, by ``time.monotonic()``. Raises ``Refused``, ``NoRoom``, ``Late``."""
 
         def run(packer: Packer, moves: list[ChunkMove]) -> list[bytes]:
             try:
@@ -159,13 +167,17 @@ class Engine:
             except NonFiniteValues as error:
                 return pack_result(len(moves), error.digests, error.indices)
 
-        return self._move(body, run)
+        return self._move(body, until, run)
 
-    def unpack(self, body: MoveBody) -> bytes:
-        """The answer to UNPACK. Raises ``Refused``, ``NoRoom``."""
-        return self._move(body, lambda packer, moves: b"".join(packer.unpack(moves, digest=body.digest)), unpack=True)
+    def unpack(self, body: MoveBody, until: float) -> bytes:
+        """The answer to UNPACK. As ``pack``."""
 
-    def _move(self, body: MoveBody, run: Callable[[Packer, list[ChunkMove]], _T], *, unpack: bool = False) -> _T:
+        def run(packer: Packer, moves: list[ChunkMove]) -> bytes:
+            return b"".join(packer.unpack(moves, digest=body.digest))
+
+        return self._move(body, until, run, unpack=True)
+
+    def _move(self, body: MoveBody, until: float, run: Callable[[Packer, list[ChunkMove]], _T], *, unpack: bool = False) -> _T:
         try:
             with self._using(body.number) as attached, self._pools.use(body.generation) as pool:
                 count = len(body.offsets)
@@ -178,10 +190,12 @@ class Engine:
                 ]
                 packer = attached.packer
                 assert packer is not None  # it is in use
-                with attached.allowed(body.gate if unpack else None, unpack), self._device.ordered(body.ready):
+                with self._device.ordered(body.ready, until), attached.allowed(body.gate, unpack):
                     return run(packer, moves)
         except (PoolError, MoveError, NoSuchPool, EventRefused) as error:
             raise Refused(str(error)) from None
+        except EngineLate as error:
+            raise Late(str(error)) from None
         except torch.OutOfMemoryError:
             raise NoRoom("the device has no memory for stages") from None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
 from kvgate.storage.backend import PoolInfo
-from kvgate.transfer.process.engine import Engine, NoRoom, Refused
+from kvgate.transfer.process.engine import Engine, Late, NoRoom, Refused
 from kvgate.transfer.process.lanes import Job, Lane
 from kvgate.transfer.records import WorkerProcess
 from kvgate.transfer.wire import Code, FrameReader, MoveBody, Op, frame
@@ -41,8 +42,8 @@ class Server:
             if not data:
                 # The daemon is gone, and nobody looks after us: whatever is under way is void.
                 os._exit(0)
-            for request_id, op, _budget_ms, body in reader.feed(data):
-                self._take(request_id, Op(op), body)
+            for request_id, op, budget_ms, body in reader.feed(data):
+                self._take(request_id, Op(op), time.monotonic() + budget_ms / 1000, body)
 
     def answer(self, request_id: int, code: Code, body: object) -> None:
         """Send one answer. From any thread."""
@@ -50,7 +51,7 @@ class Server:
         with self._sending:
             self._connection.sendall(data)
 
-    def _take(self, request_id: int, op: Op, body: Any) -> None:
+    def _take(self, request_id: int, op: Op, until: float, body: Any) -> None:
         if op is Op.CANCEL:
             if any(self._lanes[name].take_back(body) for name in ("store", "load")):
                 self.answer(body, Code.EXPIRED, "the deadline passed while others were served")
@@ -59,25 +60,27 @@ class Server:
             self._stop(request_id)
             return
         lane = {Op.PACK: "store", Op.UNPACK: "load"}.get(op, "rest")
-        if not self._lanes[lane].put(Job(request_id, lambda: self._do(request_id, op, body))):
+        if not self._lanes[lane].put(Job(request_id, lambda: self._do(request_id, op, until, body))):
             self.answer(request_id, Code.UNAVAILABLE, "too many requests wait")
 
-    def _do(self, request_id: int, op: Op, body: Any) -> None:
+    def _do(self, request_id: int, op: Op, until: float, body: Any) -> None:
         try:
-            result = self._call(op, body)
+            result = self._call(op, until, body)
         except Refused as error:
             self.answer(request_id, Code.REFUSED, str(error))
+        except Late as error:
+            self.answer(request_id, Code.EXPIRED, str(error))
         except NoRoom as error:
             self.answer(request_id, Code.UNAVAILABLE, str(error))
         else:
             self.answer(request_id, Code.OK, result)
 
-    def _call(self, op: Op, body: Any) -> object:
+    def _call(self, op: Op, until: float, body: Any) -> object:
         engine = self._engine
         if op is Op.PACK:
-            return engine.pack(MoveBody.from_value(body))
+            return engine.pack(MoveBody.from_value(body), until)
         if op is Op.UNPACK:
-            return engine.unpack(MoveBody.from_value(body))
+            return engine.unpack(MoveBody.from_value(body), until)
         if op is Op.ATTACH:
             export, payload, pid, uid, gate = body
             return engine.attach(export, payload, WorkerProcess(pid, uid), gate)
