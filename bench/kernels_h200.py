@@ -12,7 +12,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -254,8 +256,8 @@ def interference(report: Report, packer: Packer, moves: list[ChunkMove]) -> None
     report.number("transfer.interference.h200", "%", slowdowns, limit=3.0)
 
 
-def run(report: Report, *, everything: bool, runs: int = 20) -> None:
-    """All GPU cases into the report."""
+def run(report: Report, *, everything: bool, runs: int = 20, lmcache: Sequence[Path] = ()) -> None:
+    """All GPU cases into the report. ``lmcache``: folders of LMCaches to compare with."""
     hashing(report, runs)
     layouts(report, runs)
     batches(report, runs)
@@ -263,13 +265,16 @@ def run(report: Report, *, everything: bool, runs: int = 20) -> None:
     transfer(report, 7)
     if everything:
         peers(report, 5)
-        kernels_h200_peers.run(report)
+        kernels_h200_peers.run(report, lmcache=lmcache)
 
 
 def main() -> int:
     """Writes the records to a folder."""
-    options = arguments(__doc__).parse_args()
-    return main_of("bench.kernels_h200", "kernelsh200", options, lambda report: run(report, everything=True))
+    parser = arguments(__doc__)
+    kernels_h200_peers.add_arguments(parser)
+    options = parser.parse_args()
+    work = partial(run, everything=True, lmcache=options.lmcache)
+    return main_of("bench.kernels_h200", "kernelsh200", options, work)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ the working set is far larger than L2. Their kernels write other orders than our
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import mmap
@@ -335,10 +336,15 @@ def run(report: Report, runs: int = 7, lmcache: Sequence[Path] = ()) -> None:
         torch.cuda.empty_cache()
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the peers are that do not lie on the path."""
+    parser.add_argument("--lmcache", type=Path, action="append", default=[], help="a folder with one LMCache; repeatable")
+
+
 def main() -> int:
     """Writes the records to a folder."""
     parser = arguments(__doc__)
-    parser.add_argument("--lmcache", type=Path, action="append", default=[], help="a folder with one LMCache; repeatable")
+    add_arguments(parser)
     options = parser.parse_args()
     return main_of("bench.kernels_h200_peers", "kernelspeersh200", options, lambda report: run(report, lmcache=options.lmcache))
 
