@@ -67,7 +67,7 @@ class Publisher:
         """The ordinary prompt; ``other``: one that has other tokens wherever none is retained; ``shorter``: without its last token."""
         tokens = [token for chunk in self.run.prompt(tier, PLANTS[0]) for token in chunk.tokens]
         if other:
-            tokens = [token if at % 2 == 0 else token ^ 1 for at, token in enumerate(tokens)]
+            tokens = [token if at % 2 else token ^ 1 for at, token in enumerate(tokens)]
         if shorter:
             tokens.pop()
         step, key = self.run.shape.chunk_tokens, self.opened.token_key
@@ -77,7 +77,7 @@ class Publisher:
 
     def retained(self, tier: str) -> list[bytes]:
         """The ``t`` of the artifact's own tokens: every other one of the source, one whole chunk."""
-        return [Chunk(self.source(tier).tokens[::2]).digest(self.opened.token_key)]
+        return [Chunk(self.source(tier).tokens[1::2]).digest(self.opened.token_key)]
 
     async def manifest(self, source: Source, patch: Mapping[str, Any]) -> Value:
         """The manifest of an artifact of ``source``, with changes."""
@@ -92,7 +92,7 @@ class Publisher:
             tail=source.tail,
         )
         described = await call(self.wire, message, SourceDescribed)
-        positions = [[list(range(0, 2 * step, 2))]]
+        positions = [[list(range(1, 2 * step, 2))]]
         value = {
             "algorithm": ALGORITHM,
             "algorithm_version": "1",
@@ -186,4 +186,4 @@ MANIFESTS: Final[dict[str, list[tuple[dict[str, Any], str]]]] = {
         ({"scope": "global", "query": None}, ""),
     ],
 }
-"""Path of the manifest's table → other manifests, and what else is other: "tied" where more than the manifest's field changes with it."""
+"""Path of the manifest's table → other manifests, and what else is other: "tied" where more changes with it."""

@@ -12,9 +12,8 @@ from blake3 import blake3
 
 from kvgate.client.errors import GatewayRefused
 from kvgate.contract.errors import ContractError
-from kvgate.contract.table import EXCLUDED
 from kvgate.protocol.verify_messages import ABSENT, THERE
-from kvgate.verify import derive
+from kvgate.verify import derive, edges
 from kvgate.verify.admin import Operator
 from kvgate.verify.artifacts import Publisher
 from kvgate.verify.engine import Desk, Engine, pieces
@@ -82,6 +81,7 @@ class Matrix:
         """Every row, in every tier."""
         await self._isolate()
         await self._learn()
+        variants = await self._transformed()
         rows = {path: others for path, others in fields(self.run.shape, self.run.classes).items() if self.wants(path)}
         with part(self._progress, "what must miss", len(rows) + 1):
             for path, others in rows.items():
@@ -89,7 +89,6 @@ class Matrix:
                 await self._field(path, others)
             self._progress.step("what was never stored whole")
             await self._never_whole()
-        variants = await self._transformed()
         if variants is not None:
             with part(self._progress, "variants", len(self.tiers)):
                 for tier in self.tiers:
@@ -103,10 +102,15 @@ class Matrix:
                 for tier in self.tiers:
                     self._progress.step(f"{plant.name} in {tier}")
                     if plant.whole and self.wants(plant.same):
-                        await self._same(plant, tier)
+                        row, request = self.report.row(plant.same, HITS, "hit"), self._request(plant)
+                        await self._must_hit(row, await self._kept(request), request, plant, tier)
             await self._beside()
-        await self._others_hands()
-        await self._excluded()
+        if self.wants(edges.HANDS):
+            four = await self._kept(self.run.request(FOUR))
+            row = self.report.row(edges.HANDS, MISSES, "be refused")
+            await edges.others_hands(self.run, row, await self._kept(self.run.request({})), four, await self._second())
+        if self.wants(edges.EXCLUDED):
+            await edges.excluded(self.run, self.desk, self.report.row(edges.EXCLUDED, "derivation", "be refused"))
 
     async def forget(self) -> None:
         """Remove everything again, and see that nothing is left."""
@@ -128,17 +132,19 @@ class Matrix:
         self._engines.clear()
 
     async def _forget_one(self, plant: Plant, tier: str) -> str:
-        async with self._bound(plant, tier) as (engine, lease, _):
+        async with self._bound(plant, tier) as (engine, lease):
             try:
                 await engine.forget(lease)
             except GatewayRefused as error:
                 return f"not confirmed: {error.failure.problem}"
-        async with self._bound(plant, tier) as (engine, lease, present):
-            await engine.settle(lease)
-            return "something is still there" if present else ""
+        request = self._request(plant)
+        engine = await self._kept(request)
+        found = await engine.find(request, [chunk.digest(engine.opened.token_key) for chunk in self.run.prompt(tier, plant)])
+        await engine.release(found.bound.lease)
+        return "something is still there" if found.held or found.bound.present else ""
 
     async def _store(self, plant: Plant, tier: str) -> None:
-        async with self._bound(plant, tier) as (engine, lease, _):
+        async with self._bound(plant, tier) as (engine, lease):
             for rank in engine.workers:
                 if rank == plant.left_out:
                     continue
@@ -158,7 +164,7 @@ class Matrix:
     async def _isolate_one(self, plant: Plant, tier: str) -> None:
         if tier == L1:
             return
-        async with self._bound(plant, tier) as (engine, lease, _):
+        async with self._bound(plant, tier) as (engine, lease):
             await engine.settle(lease)
             missing = set(engine.report.plan.rectangles_of(*plant.left_out)) if plant.left_out else set()
             rectangles = len(engine.report.plan.rectangles)
@@ -276,10 +282,6 @@ class Matrix:
                 self._note(row, tier, verdict)
                 row.reason = verdict.reason
 
-    async def _same(self, plant: Plant, tier: str) -> None:
-        request = self._request(plant)
-        await self._must_hit(self.report.row(plant.same, HITS, "hit"), await self._kept(request), request, plant, tier)
-
     async def _must_hit(
         self, row: Row, engine: Engine, request: Value, plant: Plant, tier: str, hits: int | None = None
     ) -> None:
@@ -339,40 +341,6 @@ class Matrix:
                 finally:
                     engine.close()
 
-    async def _others_hands(self) -> None:
-        """A lease that holds its chunks opens nothing for workers of another engine or domain."""
-        if not self.wants("a held lease in another engine's hands"):
-            return
-        request = self.run.request({})
-        ordinary = await self._kept(request)
-        row = self.report.row("a held lease in another engine's hands", MISSES, "be refused")
-        prompt = self.run.prompt(L1, self.run.plants[0])
-        found = await ordinary.find(request, [chunk.digest(ordinary.opened.token_key) for chunk in prompt])
-        stranger = await (await self._second()).engine(self.run.engine("stranger"), request)
-        try:
-            for engine in (await self._kept(self.run.request(FOUR)), stranger):
-                row.check(MEMORY, "a worker was let at its bytes" if await engine.may_load(found.bound.lease, 0) else "")
-            row.reason = "refused: lease"
-        finally:
-            stranger.close()
-            await ordinary.release(found.bound.lease)
-
-    async def _excluded(self) -> None:
-        if not self.wants("what is not identity is no field"):
-            return
-        row = self.report.row("what is not identity is no field", "derivation", "be refused")
-        names = [name for one in EXCLUDED for name in one.names]
-        request = self.run.request({})
-        bodies: list[tuple[str, Any]] = []
-        for name in names:
-            model = {**request["model"], "adapter": None, name: "x"}
-            rest = {"representation": request["representation"], "plan": request["plan"]}
-            ranks = {"generation": 0, "pp_rank": 0, "tp_rank": 0, "block_tokens": 1}
-            bodies.append(("RegisterWorker", {"engine": self.run.engine("excluded"), **ranks, "model": model, **rest}))
-        failures = await self.desk.links.raw("worker", self.desk.run, bodies)
-        taken = [name for name, failure in zip(names, failures, strict=True) if failure is None or failure.code != "malformed"]
-        row.check(L1, f"taken as a field: {', '.join(taken)}" if taken else "")
-
     def _request(self, plant: Plant) -> Value:
         return self.run.request({**plant.patch, "access.domain": self.desk.entered.domain})
 
@@ -414,14 +382,14 @@ class Matrix:
                 engine.close()
 
     @asynccontextmanager
-    async def _bound(self, plant: Plant, tier: str) -> AsyncIterator[tuple[Engine, bytes, int]]:
-        """A planted prompt, bound and nothing else: engine, lease, chunks believed present."""
+    async def _bound(self, plant: Plant, tier: str) -> AsyncIterator[tuple[Engine, bytes]]:
+        """A planted prompt, bound and nothing else: engine and lease."""
         request = self._request(plant)
         engine = await self._kept(request)
         tokens = [chunk.digest(engine.opened.token_key) for chunk in self.run.prompt(tier, plant)]
         bound = await engine.bind(request, tokens)
         try:
-            yield engine, bound.lease, bound.present
+            yield engine, bound.lease
         finally:
             await engine.release(bound.lease)
 
