@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,18 @@ from kvgate.contract.address import token_digests
 from kvgate.contract.errors import ContractError
 from kvgate.contract.keys import salt_digest
 from kvgate.protocol.messages import Acquire, Acquired, Bind, Bound, Release
-from kvgate_lmcache.sdk_bridge import Described, GatewayRequestStream, create_request, joined, kept_positions, modified
+from kvgate.screen.captures import random_capture
+from kvgate.screen.screening import screen
+from kvgate.screen.subjects import of_object
+from kvgate_lmcache.sdk_bridge import (
+    Described,
+    GatewayRequestStream,
+    create_request,
+    for_screening,
+    joined,
+    kept_positions,
+    modified,
+)
 from tests.client.sdk_engine import WAIT_S, GatewayThread, SdkEngine, config
 from tests.daemon import makers
 
@@ -284,6 +296,17 @@ def test_what_is_not_stored_is_told(sdk: Sdk) -> None:
 def test_a_program_sees_lmcaches_own_class(sdk: Sdk) -> None:
     """The stream is one of LMCache's, so that batches and type checks of a program take it."""
     assert isinstance(stream(sdk)[0], LMCacheRequestStream)
+
+
+def test_a_function_can_be_screened() -> None:
+    """`kvgate screen` takes the same function: without a description it is dangerous to share, with one it needs an extended key."""
+    capture = random_capture("small")
+    described = Described(algorithm="every-second", version="1", parameters={})
+    found = [
+        screen(of_object("x", for_screening(every_second, said), Fraction(1, 2)), [capture], block_tokens=16).judgement.name
+        for said in (None, described)
+    ]
+    assert found == ["dangerous for sharing", "safe only with an extended key"]
 
 
 def test_kept_positions_are_found_by_values(sdk: Sdk) -> None:

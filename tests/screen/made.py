@@ -88,4 +88,16 @@ class NeedsSettings(EverySecond):
         self.setting = setting
 
 
+class ByRatio(EverySecond):
+    """Takes the kept share."""
+
+    def __init__(self, ratio: Fraction) -> None:
+        assert ratio == Fraction(1, 2)
+
+
+def prefix_only(prefix: Prefix) -> Artifact:
+    """A function for the SDK that has no use for a window."""
+    return first_chunk(prefix, None)
+
+
 A_NUMBER = 7

@@ -112,7 +112,7 @@ def _subjects(args: argparse.Namespace) -> list[Subject]:
         if name == "all":
             found += list(known.values())
         elif ":" in name:
-            found.append(subjects.own(name))
+            found.append(subjects.own(name, args.keep))
         elif name in known:
             found.append(known[name])
         else:

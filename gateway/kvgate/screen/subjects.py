@@ -154,10 +154,11 @@ def references(ratio: Fraction) -> dict[str, Subject]:
     return {subject.name: subject for subject in made}
 
 
-def own(text: str) -> Subject:
-    """A user's transform, ``module:name``: an object with the interface of ``kvgate.transforms``, a class or function without arguments
-    that gives one, a function ``(source, rotary, window) -> Result | Compacted | (kv, token_ids)``, or one of the SDK's kind,
-    ``(prefix, window) -> Artifact | (keys, values, token_ids)``. Raises ``ScreenError``.
+def own(text: str, ratio: Fraction) -> Subject:
+    """A user's transform, ``module:name``: an object with the interface of ``kvgate.transforms``; a class, or a function without
+    arguments, that gives one (an argument ``ratio`` is given); a function of the SDK's kind, ``(prefix)`` or ``(prefix, window)`` to
+    ``Artifact | (keys, values, token_ids)``; or a function ``(source, rotary, window)`` to ``Result | Compacted | (kv, token_ids)``.
+    Raises ``ScreenError``.
     """
     module_name, _, attribute = text.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -168,20 +169,20 @@ def own(text: str) -> Subject:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ScreenError(f"{text}: {error}") from error
-    return of_object(text, found)
+    return of_object(text, found, ratio)
 
 
-def of_object(name: str, found: Any) -> Subject:
+def of_object(name: str, found: Any, ratio: Fraction) -> Subject:
     """What ``own`` found, as a subject."""
-    if isinstance(found, type) or (callable(found) and _needs(found) == 0):
+    if isinstance(found, type) or (callable(found) and not _needs(found)):
         try:
-            found = found()
+            found = found(ratio=ratio) if _needs(found) == ["ratio"] else found()
         except TypeError as error:
             raise ScreenError(f"{name}: cannot be made without arguments: {error}") from error
     if hasattr(found, "choose"):
         return of_transform(name, found)
     if callable(found):
-        return of_sdk_function(name, found) if _needs(found) == 2 else of_function(name, found)
+        return of_sdk_function(name, found) if len(_needs(found)) in (1, 2) else of_function(name, found)
     raise ScreenError(f"{name}: is neither a transform (with a method choose) nor a function")
 
 
@@ -202,20 +203,22 @@ def of_function(name: str, function: Callable[..., Any]) -> Subject:
 
 
 def of_sdk_function(name: str, function: Callable[..., Any]) -> Subject:
-    """A function written for the SDK: it is given a ``kvgate.client`` prefix and a query window."""
+    """A function written for the SDK: it is given a ``kvgate.client`` prefix and, if it takes one, a query window."""
+    takes_window = len(_needs(function)) == 2
 
     def run(source: PrefixKv, rotary: Rotary, window: Window | None) -> Result:
         from kvgate.screen.sdk_prefix import of_artifact, prefix_of
 
-        return of_artifact(name, function(prefix_of(source, rotary), window), source)
+        prefix = prefix_of(source, rotary)
+        return of_artifact(name, function(prefix, window) if takes_window else function(prefix), source)
 
     return Subject(name, run)
 
 
-def _needs(function: Callable[..., Any]) -> int:
-    """Arguments that have to be given; -1 where that can't be told."""
+def _needs(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that have to be given. Raises ``ScreenError`` where that can't be told."""
     try:
         given = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return -1
-    return sum(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in given)
+    except (TypeError, ValueError) as error:
+        raise ScreenError(f"{function}: its arguments can't be told: {error}") from error
+    return [one.name for one in given if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]

@@ -79,6 +79,11 @@ def modified(prefix: Prefix, function: ModifyFn, described: Described | None = N
     return Artifact(keys, values, ids[:whole], manifest, prefix.source), ids[whole:]
 
 
+def for_screening(function: ModifyFn, described: Described | None = None) -> Callable[[Prefix], Artifact]:
+    """``function`` as ``kvgate screen module:name`` takes it: ``name = for_screening(function)``."""
+    return lambda prefix: modified(prefix, function, described)[0]
+
+
 def joined(prefix: Prefix) -> torch.Tensor:
     """The prefix as LMCache's SDK gives it: ``[2, layer, token, KV heads * dim]`` in the cache's own type."""
     kv: torch.Tensor = prefix.torch()
