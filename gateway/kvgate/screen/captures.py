@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +24,7 @@ _FORMAT: Final = "kvgate-capture-1"
 class Capture:
     """One prefix: its KV, the window of what follows it, and another window that might have followed.
 
-    ``rotary``: how its keys turn. ``scored``: tokens after the window, for drift; empty: none.
+    ``rotary``: how its keys turn. ``scored``: the tokens behind the source, those of the window first, for drift; empty: none.
     Without ``window`` only transforms that look at no query can be screened; without ``other`` it stays open whether a result depends
     on the query.
     """
@@ -36,12 +37,19 @@ class Capture:
     scored: tuple[int, ...] = field(default=(), repr=False)
 
 
-def of_prefix(name: str, prefix: Prefix, *, window: Window | None = None, other: Window | None = None) -> Capture:
+def of_prefix(
+    name: str,
+    prefix: Prefix,
+    *,
+    window: Window | None = None,
+    other: Window | None = None,
+    scored: Sequence[int] = (),
+) -> Capture:
     """What the SDK fetched (``Gateway.fetch``), with query windows of two prompts that begin with it, as a capture."""
     from kvgate.transforms.rotary import Rotary
 
     source = PrefixKv(prefix.torch(), prefix.token_ids, prefix.chunk_tokens)
-    return Capture(name, source, Rotary.of_rope(prefix.rope), window, other)
+    return Capture(name, source, Rotary.of_rope(prefix.rope), window, other, tuple(scored))
 
 
 def save(path: Path, capture: Capture) -> None:

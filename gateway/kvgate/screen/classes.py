@@ -82,7 +82,11 @@ def _connector(result: Result, measured: Sequence[Measured]) -> list[Reason]:
 def _extended(result: Result, measured: Sequence[Measured], drifts: Sequence[Drift | None]) -> list[Reason]:
     reasons = []
     if not all(one.all_positions for one in measured):
-        reasons.append(Reason("E1", "not every token is there as it was: the result depends on tokens that its own chunk chain does not name"))
+        reasons.append(
+            Reason(
+                "E1", "not every token is there as it was: the result depends on tokens that its own chunk chain does not name"
+            )
+        )
     if any(one.query_dependent for one in measured):
         reasons.append(Reason("E2", "the result depends on the query; its manifest names it"))
     if result.codec == "raw" and not all(one.ordinary for one in measured) and not reasons:

@@ -85,7 +85,8 @@ class Judge:
         following = torch.tensor(capture.scored)[None]
         places = torch.arange(start, start + following.shape[1])[None]
         logits = self._model(following, past_key_values=self._cache(kv, kv.shape[3]), position_ids=places).logits[0]
-        skipped = len(capture.window.positions) if capture.window is not None else 0
+        seen = capture.window.positions if capture.window is not None else ()
+        skipped = sum(position >= capture.source.tokens for position in seen)
         found: torch.Tensor = logits[skipped:].double().log_softmax(-1)
         return found
 
