@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Final
 from kvgate_vllm.metadata import CaptureOp
 from kvgate_vllm.settings import SettingsError
 from kvgate_vllm.state import LOGGER
+from kvgate_vllm.variants import CAPTURE_FIELD
 
 if TYPE_CHECKING:
     import numpy
     import torch
 
-KEY: Final = "kvgate_capture"
 SUFFIX: Final = ".npz"
 MAX_WINDOW: Final = 256
 """Tokens of one window."""
@@ -54,11 +54,11 @@ class CaptureWish:
 
 def wish_of(request: Any, allowed: bool) -> CaptureWish | None:
     """What ``request`` asks to be captured; None: nothing, or nothing that is captured here."""
-    asked = (request.kv_transfer_params or {}).get(KEY)
+    asked = (request.kv_transfer_params or {}).get(CAPTURE_FIELD)
     if asked is None or not allowed:
         return None
     if type(asked) is not int or not 1 <= asked <= MAX_WINDOW:
-        LOGGER.warning("kvgate: %s must be a whole number from 1 to %d; nothing is captured", KEY, MAX_WINDOW)
+        LOGGER.warning("kvgate: %s must be a whole number from 1 to %d; nothing is captured", CAPTURE_FIELD, MAX_WINDOW)
         return None
     request.skip_reading_prefix_cache = True
     return CaptureWish(secrets.token_hex(16), asked)

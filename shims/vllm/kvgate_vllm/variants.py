@@ -15,7 +15,6 @@ from blake3 import blake3
 
 from kvgate.client.artifacts import CAPABILITY_FIELD
 from kvgate.contract.capability import CAPABILITY_BYTES, Capability
-from kvgate_vllm.capture import KEY as CAPTURE_FIELD
 
 CONTEXT: Final = "kvgate 2026-11 v1 local variant"
 
@@ -27,6 +26,8 @@ REFUSALS: Final = {
 }
 """What the field of a refusal means for the client."""
 PREFIX: Final = "kvgate_"
+CAPTURE_FIELD: Final = "kvgate_capture"
+"""Here and not in ``capture``: the plugin reads it in processes that must not import vLLM for it."""
 UNKNOWN: Final = "the request asks for something that this version of kvgate does not know"
 OTHER_CHUNKS: Final = "the gateway's chunks have another size"
 MALFORMED: Final = "its capability is malformed"
