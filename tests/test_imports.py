@@ -24,6 +24,7 @@ SHIM_MAY_USE = {
     "kvgate.contract",
     "kvgate.protocol",
     "kvgate.storage",
+    "kvgate.transfer.gate",
     "kvgate.transfer.records",
     "kvgate_kernels",
 }

@@ -161,11 +161,11 @@ async def test_pool_that_is_not_there_moves_nothing(mortal: Served, name: str) -
 
 async def test_late_attach_is_undone(mortal: Served) -> None:
     """Pages whose worker has given up waiting, or was cut off, do not stay mapped."""
-    mapped = shared_maps(mortal.handle.pid)
+    mapped, pages = shared_maps(mortal.handle.pid), Pages()
     os.kill(mortal.handle.pid, signal.SIGSTOP)
     with pytest.raises(TransferUnavailable):
-        await mortal.mover.attach(Pages().export, RAW, ME, 0.05)
-    cut_off = asyncio.create_task(mortal.mover.attach(Pages().export, RAW, ME, SOON_S))
+        await mortal.mover.attach(pages.export, RAW, ME, 0.05)
+    cut_off = asyncio.create_task(mortal.mover.attach(pages.export, RAW, ME, SOON_S))
     await asyncio.sleep(0.05)
     cut_off.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -199,6 +199,25 @@ async def test_too_many_calls_are_turned_away(pool: Pool) -> None:
         if isinstance(failed.value, SlotsInDoubt):
             await asyncio.wait_for(failed.value.gone, SOON_S)
         assert not runs(handle.pid)
+    await mover.stop()
+
+
+@pytest.mark.slow
+async def test_doubt_goes_before_a_cancellation(pool: Pool) -> None:
+    """A caller that is cancelled still hears that its slots are in doubt: it must not free them."""
+    mover = make_mover(exit_s=0.0)
+    mover.use_pool(pool.info)
+    pages = Pages()
+    handle = await mover.attach(pages.export, RAW, ME, SOON_S)
+    call = asyncio.create_task(mover.pack(handle, 7, long_store(), SOON_S))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    await asyncio.sleep(0)
+    os.kill(handle.pid, signal.SIGKILL)
+    with pytest.raises((SlotsInDoubt, asyncio.CancelledError)) as ended:
+        await call
+    # Where it was gone at once there was no doubt.
+    assert isinstance(ended.value, SlotsInDoubt) or not runs(handle.pid)
     await mover.stop()
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from kvgate.storage.backend import PoolInfo
-from kvgate.transfer import TransferBusy, TransferUnavailable
+from kvgate.transfer import SlotsInDoubt, TransferBusy, TransferUnavailable
 from kvgate.transfer.child import ChildSettings, Patience
 from kvgate.transfer.device import Device, Limits
 from kvgate.transfer.records import MoveSpec, Packed, PageExport, PageHandle, PayloadShape, WorkerProcess
@@ -173,11 +173,9 @@ class TransferProcesses:
                 await asyncio.wait([work])  # bounded: by its deadline, the grace, and the time to die
             except asyncio.CancelledError as error:
                 cancelled = error
-        if cancelled is not None:
-            if not work.cancelled():
-                work.exception()
+        if cancelled is not None and (work.cancelled() or not isinstance(work.exception(), SlotsInDoubt)):
             raise cancelled
-        return work.result()
+        return work.result()  # doubt goes before a cancellation: the caller must hear of it
 
     def _device(self, name: str) -> Device:
         device = self._devices.get(name)
