@@ -11,6 +11,8 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?=
 KVGATE_TORCH_INDEX ?=
 GATEWAY_ARGS ?=
+GPU_PYTHON ?= python3
+GPU_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 export PYTHON KVGATE_TORCH_INDEX PYTEST_ARGS
@@ -23,7 +25,7 @@ SETUP_INPUTS := pyproject.toml requirements/torch.txt tools/setup_env.py
 GATEWAY_PYTHON := .venv/gateway/bin/python
 VLLM_PYTHON := .venv/vllm/bin/python
 
-.PHONY: help env-gateway env-vllm envs gateway demo demo-server test test-full bench bench-kernels kernels wheel lint format lock clean distclean
+.PHONY: help env-gateway env-vllm envs gateway demo demo-server test test-full test-gpu bench bench-kernels kernels wheel lint format lock clean distclean
 
 help: ## List the targets and the variables
 	@echo "Targets:"
@@ -35,6 +37,8 @@ help: ## List the targets and the variables
 	@echo "                      where the same name may bring a CUDA build of several GB)"
 	@echo "  GATEWAY_ARGS        more arguments for 'kvgate serve' in 'make gateway'"
 	@echo "  BENCH_ARGS          more arguments for 'make bench' and 'make bench-kernels'"
+	@echo "  GPU_PYTHON          Python of the environment with vLLM for GPUs, for 'make test-gpu' (default: python3)"
+	@echo "  GPU_ARGS            more arguments for 'make test-gpu': names of cases, --out FOLDER"
 	@echo "  PYTEST_ARGS         more arguments for pytest in 'make test' and 'make test-full'"
 	@echo
 	@echo "Set-up happens by itself, into .venv/gateway and .venv/vllm, and again when what it is made from changes."
@@ -65,6 +69,9 @@ test: envs kernels ## Run all tests but the slow ones, in both environments
 
 test-full: envs kernels ## Run every test
 	@tools/run-tests.sh full
+
+test-gpu: ## Run the GPU tests: real engines on an NVIDIA GPU, ten minutes, no network; skipped where there is none
+	@PYTHONPATH=gateway:bindings:shims/vllm:shims/lmcache:$${PYTHONPATH:-} $(GPU_PYTHON) -m tests.gpu $(GPU_ARGS)
 
 bench: $(GATEWAY_STAMP) kernels ## Measure the gateway against the peers
 	@$(GATEWAY_PYTHON) -m bench $(BENCH_ARGS)

@@ -1,0 +1,174 @@
+"""Time to the first token on a GPU: a 32k-token prompt restored against computed, and what a miss adds. An 8B Llama of random weights.
+
+    python -m bench.ttft_h200 --out FOLDER [--commit HASH] [--eager] [--backend memory]
+
+The engine is in one process with its driver; one request at a time. Restored from the pool (``l1``) and, after a restart of gateway and
+LMCache, from the folder below it (``l2``). LMCache's own connector is no peer here: its CUDA extension is absent where this runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from bench import records
+from tests.gpu.__main__ import gpus
+from tests.gpu.processes import Engines, Gateway
+from tests.gpu.suite import ask, random_prompt
+
+LONG_CHUNKS: Final = 128
+SHORT_CHUNKS: Final = 2
+MODEL_S: Final = 180.0
+RUNS: Final = 5
+MISSES: Final = 40
+VOCABULARY: Final = 32000
+
+
+def steps(long: list[int]) -> list[dict[str, Any]]:
+    """Warm up; the long prompt first and then from caches emptied each time; then many short prompts that nobody has seen."""
+    once = {"max_tokens": 1}
+    found = [ask(random_prompt(LONG_CHUNKS, 1, VOCABULARY), salt="warm", **once), ask(random_prompt(2, 2, VOCABULARY), **once)]
+    for _ in range(RUNS + 1):
+        found += [{"forget": 1}, ask(long, **once)]
+    return found + [ask(random_prompt(SHORT_CHUNKS, 100 + number, VOCABULARY), **once) for number in range(MISSES)]
+
+
+def times(answers: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[float]]:
+    """The first long answer, the later ones, and the short ones' milliseconds."""
+    longs = [answers[3 + 2 * run] for run in range(RUNS + 1)]
+    return longs[0], longs[1:], [answer["ttft_ms"] for answer in answers[-MISSES:]]
+
+
+def spread(values: list[float]) -> float:
+    """Interquartile range over the median."""
+    if len(values) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / middle
+
+
+class Bench:
+    """One run."""
+
+    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+        self._options = options
+        self._work = work
+        self._records: list[records.Record] = []
+        name, memory, driver = (part.strip() for part in gpus()[0].split(","))
+        self._machine = records.machine() | {"gpu": name, "gpu_memory": memory, "driver": driver}
+        self._versions = records.versions(vllm=importlib.metadata.version("vllm"))
+
+    def run(self) -> Path:
+        """All of it; returns the file written."""
+        long = random_prompt(LONG_CHUNKS, 3, VOCABULARY)
+        model = self._work / "model"
+        # A process of its own: one that keeps memory on the GPU changes what an engine finds there.
+        subprocess.run([sys.executable, "-m", "tests.gpu.models", "full", model], cwd=records.ROOT, timeout=MODEL_S, check=True)
+        self._say("model made")
+        engines = Engines(self._work, self._options.out)
+        flags = {"backend": self._options.backend, "pool_bytes": "16GiB"}
+        gateway = Gateway(self._work / "gateway", self._options.out, **flags)
+        try:
+            self._say(f"gateway {gateway.start()} s")
+            restored = engines.run(self._job(model, gateway, steps(long)), "with kvgate", within_s=300)
+            first, later, misses = times(restored)
+            self._say(f"with kvgate: first {first['ttft_ms']} ms, then {[(a['restored'], a['ttft_ms']) for a in later]}")
+            plain = engines.run(self._job(model, None, steps(long)), "without", within_s=240)
+            plain_first, computed, plain_misses = times(plain)
+            self._say(f"without: first {plain_first['ttft_ms']} ms, then {[a['ttft_ms'] for a in computed]}")
+            if any(answer["restored"] != LONG_CHUNKS * 256 for answer in later):
+                raise RuntimeError("the long prompt was not restored")
+            computed_ms = [answer["ttft_ms"] for answer in computed]
+            self._add("ttft.hit.32k.l1.h200", [answer["ttft_ms"] for answer in later], computed_ms)
+            added = [max(0.0, ours - theirs) for ours, theirs in zip(sorted(misses), sorted(plain_misses), strict=True)]
+            self._add("ttft.miss.512.h200", added, None)
+            self._add("ttft.miss.32k.h200", [first["ttft_ms"]], computed_ms)
+            self._say(f"misses: {statistics.median(misses)} ms with, {statistics.median(plain_misses)} ms without")
+            if self._options.backend == "lmcache":
+                gateway.stop()
+                self._say(f"gateway again {gateway.start()} s")
+                cold = engines.run(
+                    self._job(model, gateway, [ask(random_prompt(2, 2, VOCABULARY), max_tokens=1), ask(long, max_tokens=1)]),
+                    "L2",
+                )
+                self._say(f"from L2: {cold[1]['restored']} tokens, {cold[1]['ttft_ms']} ms")
+                if cold[1]["restored"]:
+                    self._add("ttft.hit.32k.l2.h200", [cold[1]["ttft_ms"]], computed_ms)
+        finally:
+            if self._records:
+                print(records.write(self._records, self._options.out, "ttfth200").name, flush=True)
+            engines.close()
+            gateway.stop()
+        return self._options.out  # type: ignore[no-any-return]
+
+    def _say(self, text: str) -> None:
+        print(f"[{time.monotonic():.0f}] {text}", flush=True)
+
+    def _job(self, model: Path, gateway: Gateway | None, wanted: list[dict[str, Any]]) -> dict[str, Any]:
+        extra = {"endpoint": gateway.endpoint, "acquire_ms": 20000.0, "load_ms": 20000.0} if gateway is not None else None
+        options = {
+            "max_model_len": 40000,
+            "gpu_memory_utilization": 0.6,
+            "attention_backend": "FLASH_ATTN",
+            "enforce_eager": self._options.eager,
+        }
+        return {"model": str(model), "options": options, "connector": extra, "steps": wanted}
+
+    def _add(self, case: str, ours_ms: list[float], peer_ms: list[float] | None) -> None:
+        value = statistics.median(ours_ms)
+        peer = statistics.median(peer_ms) if peer_ms else None
+        self._records.append(
+            records.Record(
+                case=case,
+                value=value,
+                unit="ms",
+                peer="the same engine without a connector" if peer is not None else "",
+                peer_value=peer,
+                ratio=peer / value if peer is not None else None,
+                limit=None,
+                limit_ratio=None,
+                runs=len(ours_ms),
+                spread=spread(ours_ms),
+                machine=self._machine,
+                versions=self._versions,
+                command="python -m bench.ttft_h200" + (" --eager" if self._options.eager else ""),
+                commit=self._options.commit or records.commit(),
+                date=records.now(),
+            )
+        )
+        print(
+            f"{case}: {value:.2f} ms" + (f", computed {peer:.2f} ms: {peer / value:.1f} times as fast" if peer else ""),
+            flush=True,
+        )
+
+
+def main() -> int:
+    """Measure where there is a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=records.LOCAL)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--eager", action="store_true", help="neither compiled nor with CUDA graphs: starts sooner")
+    parser.add_argument("--backend", choices=("lmcache", "memory"), default="lmcache")
+    options = parser.parse_args()
+    if not gpus():
+        print("skipped: this machine has no NVIDIA GPU")
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="kvg-ttft-"))
+    try:
+        Bench(options, work).run()
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
