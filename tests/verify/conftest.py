@@ -11,9 +11,10 @@ import pytest_asyncio
 
 from kvgate.daemon.app import Gateway
 from kvgate.verify.runs import Target
-from tests.daemon.conftest import small_config
+from tests.daemon.conftest import folder, small_config, start
 
 CLASSES = ("fleet-a", "fleet-b")
+__all__ = ["folder", "start"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -19,7 +19,7 @@ from kvgate.verify.engine import Desk
 from kvgate.verify.fields import needed
 from kvgate.verify.link import CannotRun, Links
 from kvgate.verify.matrix import Matrix
-from kvgate.verify.plants import Run
+from kvgate.verify.plants import Run, class_plant
 from kvgate.verify.results import L1, MEMORY, VLLM, Progress, Report
 from kvgate.verify.sample import Shape
 from kvgate.verify.vllm import Server
@@ -111,13 +111,12 @@ class Target:
 async def write(target: Target, path: Path, report: Report, progress: Progress) -> None:
     """Plant, and note the run in ``path``."""
     async with _links(target) as links:
-        planted = await _new(links, target)
+        planted = await _new(links, target, report)
         async with _matrix(links, target, planted.run, report, progress) as matrix:
             planted = replace(planted, tiers=matrix.tiers)
             planted.write(path)
             await matrix.plant()
-            _remove(path)
-            replace(planted, capabilities=matrix.capabilities).write(path)
+            _note_capabilities(planted, matrix, path)
         if target.vllm:
             async with Server.open(target.vllm, planted.run, report) as server:
                 await server.plant()
@@ -150,7 +149,7 @@ async def clean(target: Target, path: Path, report: Report, progress: Progress) 
     planted = Planted.read(path)
     async with _links(target) as links:
         _require_same(links, planted)
-        async with _matrix(links, target, planted.run, report, progress) as matrix:
+        async with _matrix(links, replace(target, only=()), planted.run, report, progress) as matrix:
             matrix.capabilities.update(planted.capabilities)
             await matrix.forget()
     if not report.failed:
@@ -161,20 +160,22 @@ async def whole(target: Target, path: Path, report: Report, progress: Progress) 
     """Plant, check, and remove everything, whatever happens in between."""
     async with _links(target) as links:
         await _clean_up_after_another(links, target, path, progress)
-        planted = await _new(links, target)
+        planted = await _new(links, target, report)
         run = planted.run
         if target.only:
             names = needed(run.shape, run.classes, target.wants) | {one.name for one in run.plants if target.wants(one.same)}
             run = replace(run, names=names)
         async with _matrix(links, target, run, report, progress) as matrix:
-            Planted(run, planted.boot, matrix.tiers, os.getpid()).write(path)
+            planted = replace(planted, run=run, tiers=matrix.tiers, pid=os.getpid())
+            planted.write(path)
             try:
                 await matrix.plant()
+                _note_capabilities(planted, matrix, path)
                 await matrix.check()
             finally:
                 await matrix.forget()
-        if not any(row.group == "clean-up" for row in report.failed):
-            _remove(path)
+                if not any(row.group == "clean-up" for row in report.failed):
+                    _remove(path)
     await _check_vllm(target, planted.run, report, planted=False)
 
 
@@ -184,10 +185,14 @@ async def _check_vllm(target: Target, run: Run, report: Report, *, planted: bool
         report.note("vLLM's own cache was not checked: give --vllm URL.")
         return
     report.tiers.append(VLLM)
-    async with Server.open(target.vllm, run, report) as server:
-        if not planted:
-            await server.plant()
-        await server.check(target.wants)
+    try:
+        async with Server.open(target.vllm, run, report) as server:
+            if not planted:
+                await server.plant()
+            await server.check(target.wants)
+    except CannotRun as error:
+        # What was found out about the gateway stands.
+        report.row("the vLLM server", "must hit: vLLM", "answer").unchecked(VLLM, str(error))
 
 
 async def _clean_up_after_another(links: Links, target: Target, path: Path, progress: Progress) -> None:
@@ -197,7 +202,8 @@ async def _clean_up_after_another(links: Links, target: Target, path: Path, prog
         return
     _require_same(links, left)
     report = Report()
-    async with _matrix(links, target, left.run, report, progress) as matrix:
+    async with _matrix(links, replace(target, only=()), left.run, report, progress) as matrix:
+        matrix.capabilities.update(left.capabilities)
         await matrix.forget()
     _remove(path)
 
@@ -210,6 +216,12 @@ def _left_by_another(path: Path) -> Planted | None:
     if left.pid and Path(f"/proc/{left.pid}").exists():
         raise CannotRun(f"another run is under way (process {left.pid}); if it is not, remove {path}")
     return left
+
+
+def _note_capabilities(planted: Planted, matrix: Matrix, path: Path) -> None:
+    """An artifact of scope request can be named by its capability alone: it has to outlive this process."""
+    path.unlink()
+    replace(planted, capabilities=matrix.capabilities).write(path)
 
 
 def _remove(path: Path) -> None:
@@ -244,10 +256,25 @@ async def _matrix(links: Links, target: Target, run: Run, report: Report, progre
             report.note("The operator's view of misses was not checked: the admin socket did not answer.")
 
 
-async def _new(links: Links, target: Target) -> Planted:
+async def _new(links: Links, target: Target, report: Report) -> Planted:
     assert links.welcome is not None, "_links has greeted"
-    shape = Shape(links.welcome.chunk_tokens, links.welcome.codec)
-    return Planted(Run(secrets.token_bytes(RUN_BYTES), shape, target.classes), _boot(links), ())
+    run = Run(secrets.token_bytes(RUN_BYTES), Shape(links.welcome.chunk_tokens, links.welcome.codec))
+    return Planted(replace(run, classes=await _declared(links, target, run, report)), _boot(links), ())
+
+
+async def _declared(links: Links, target: Target, run: Run, report: Report) -> tuple[str, ...]:
+    """Which of the classes that this configuration names the gateway knows: it may have been started with another."""
+    declared = []
+    if target.classes:
+        desk = await Desk.open(links, run.number)
+        for name in target.classes:
+            try:
+                (await desk.engine(run.engine(f"class {name}"), run.request(class_plant(name).patch))).close()
+                declared.append(name)
+            except GatewayRefused:
+                report.note(f"The gateway does not declare the engine class {name}: rows of it were not checked.")
+        links.drop(desk.scheduler)
+    return tuple(declared)
 
 
 def _boot(links: Links) -> str:
