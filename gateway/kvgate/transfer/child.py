@@ -38,13 +38,14 @@ class ChildSettings:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """grace_s: how long after its deadline a move that has begun may still end before the process is killed.
+    """grace_s, grace_s_per_gb: how long after its deadline a move that has begun may still end before the process is killed.
 
     exit_s: how long a killed process may take to go before its slots are said to be in doubt.
     """
 
     grace_s: float
     exit_s: float
+    grace_s_per_gb: float = 1.0
 
 
 class Child:
@@ -139,8 +140,8 @@ class Child:
         except ConnectionBroken as error:
             raise TransferUnavailable(str(error)) from None
 
-    async def move(self, op: Op, body: object, deadline_s: float) -> Any:
-        """The answer to PACK or UNPACK. However it ends, nothing is moved any more, but where it raises ``SlotsInDoubt``."""
+    async def move(self, op: Op, body: object, moved_bytes: int, deadline_s: float) -> Any:
+        """The answer to PACK or UNPACK of ``moved_bytes``. However it ends, nothing is moved any more, but where it raises ``SlotsInDoubt``."""
         try:
             request_id, future = self.connection.request(op, body, deadline_s)
         except ConnectionBroken as error:
@@ -152,7 +153,8 @@ class Child:
             if not future.done():
                 # If it waits behind others it is taken back; if it has begun it gets a little longer.
                 self.connection.post(Op.CANCEL, request_id)
-                await asyncio.wait([future], timeout=self._patience.grace_s)
+                grace_s = self._patience.grace_s + self._patience.grace_s_per_gb * moved_bytes / 1e9
+                await asyncio.wait([future], timeout=grace_s)
             if not future.done():
                 self._hangs(op)
             return await self._settled(future)

@@ -175,8 +175,8 @@ class Device:
         began_at = asyncio.get_running_loop().time()
         await self._until_mapped(deadline_s)
         left_s = max(0.0, deadline_s - (asyncio.get_running_loop().time() - began_at))
-        result = await child.move(op, body, left_s)
         moved_bytes = len(moves) * handle.payload_bytes
+        result = await child.move(op, body, moved_bytes, left_s)
         if op is Op.PACK:
             self.moved.packs += 1
             self.moved.packed_bytes += moved_bytes
