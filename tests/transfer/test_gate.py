@@ -1,0 +1,157 @@
+"""The gate between a worker that gives loads up and a process that may be late."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvgate.transfer.gate import PLACES, Gate, GateError, MoverGate
+
+MOVER = """
+import os, sys
+from kvgate.transfer.gate import MoverGate
+gate = MoverGate.open(int(sys.argv[1]), int(sys.argv[2]))
+with gate.moving(int(sys.argv[3])) as allowed:
+    print("moving" if allowed else "refused", flush=True)
+    sys.stdin.readline()
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def mover(gate: Gate, place: int) -> Iterator[subprocess.Popen[str]]:
+    """A process in the middle of a copy through ``place``, until a line is written to it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MOVER, str(os.getpid()), str(gate.descriptor), str(place)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """The process's next word."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    """Let the process go on."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """A worker's."""
+    made = Gate()
+    yield made
+    made.close()
+
+
+def test_an_open_place_lets_one_copy_through(gate: Gate) -> None:
+    """The second one through the same place is refused: who asked for the first has had its answer."""
+    place = gate.open_place()
+    own = MoverGate.open(os.getpid(), gate.descriptor)
+    with own.moving(place) as allowed:
+        assert allowed
+    with own.moving(place) as allowed:
+        assert not allowed
+    own.close()
+
+
+def test_giving_up_waits_for_the_copy_under_way(gate: Gate) -> None:
+    """While another process copies the place can't be closed; afterwards it is, and nothing was cut off."""
+    place = gate.open_place()
+    with mover(gate, place) as process:
+        assert said(process) == "moving"
+        assert not gate.close_place(place, 0.01)
+        tell(process)
+        assert said(process) == "done"
+        assert gate.close_place(place, 0.0)
+        assert not gate.cut_off(place)
+
+
+def test_a_copy_that_comes_after_giving_up_is_refused(gate: Gate) -> None:
+    """In another process, and though the worker is not asked any more."""
+    place = gate.open_place()
+    assert gate.close_place(place, 0.0)
+    with mover(gate, place) as process:
+        assert said(process) == "refused"
+
+
+def test_a_killed_process_lets_go_and_leaves_its_mark(gate: Gate) -> None:
+    """kill -9 in the middle of a copy: the worker does not wait for ever, and sees that the copy was cut off."""
+    place = gate.open_place()
+    with mover(gate, place) as process:
+        assert said(process) == "moving"
+        process.kill()
+        process.wait(20)
+        assert gate.close_place(place, 20.0)
+        assert gate.cut_off(place)
+
+
+def test_a_copy_that_failed_is_over(gate: Gate) -> None:
+    """An error in the middle, in a process that lives on, is not one that was cut off."""
+    place = gate.open_place()
+    own = MoverGate.open(os.getpid(), gate.descriptor)
+    with pytest.raises(RuntimeError), own.moving(place):
+        raise RuntimeError("on purpose")
+    assert gate.close_place(place, 0.0)
+    assert not gate.cut_off(place)
+    own.close()
+
+
+@pytest.mark.parametrize("place", [0, -1, PLACES, 1 << 40])
+def test_places_that_are_none_let_nothing_through(gate: Gate, place: int) -> None:
+    """Whatever a message says."""
+    own = MoverGate.open(os.getpid(), gate.descriptor)
+    with own.moving(place) as allowed:
+        assert not allowed
+    own.close()
+
+
+def test_places_are_bounded_and_come_back(gate: Gate) -> None:
+    """All can be in use at once, one more is refused, and one that was given back is free again."""
+    places = [gate.open_place() for _ in range(PLACES - 1)]
+    assert len(set(places)) == PLACES - 1
+    assert 0 not in places
+    with pytest.raises(GateError):
+        gate.open_place()
+    gate.give_back(places[3])
+    assert gate.open_place() == places[3]
+
+
+@pytest.mark.parametrize("what", ["none", "wrong size", "pipe"])
+def test_what_is_no_gate_is_refused(what: str) -> None:
+    """A descriptor that is not there, a file of another size, no file at all."""
+    reading, writing = os.pipe()
+    other = os.memfd_create("other")
+    os.ftruncate(other, PLACES + 1)
+    descriptor = {"none": 1_000_000, "wrong size": other, "pipe": reading}[what]
+    with pytest.raises(GateError):
+        MoverGate.open(os.getpid(), descriptor)
+    for one in (reading, writing, other):
+        os.close(one)
+
+
+def test_a_gate_leaves_nothing_behind() -> None:
+    """Its file has no name and goes with its descriptor; closing twice is once."""
+    made = Gate()
+    descriptor = made.descriptor
+    made.close()
+    made.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -1,0 +1,341 @@
+"""What a lending worker says to its gateway, message by message: the gateway is scripted, no engine runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvgate.client import GatewayClient, GatewayUnavailable
+from kvgate.contract.record import Record
+from kvgate.protocol.messages import Done, Failure
+from kvgate.protocol.page_messages import (
+    AttachPages,
+    CommitPages,
+    DetachPages,
+    LoadPages,
+    PagesAttached,
+    PagesLoaded,
+    PagesPacked,
+    PagesStored,
+    StorePages,
+)
+from kvgate.transfer.gate import PLACES, Gate, MoverGate
+from kvgate_kernels import PageGeometry, PageLayout
+from kvgate_kernels.export import export_pages
+from kvgate_vllm.jobs import Job, JobThread
+from kvgate_vllm.metadata import LoadOp, StoreOp
+from kvgate_vllm.page_export import Attachment, lend
+from kvgate_vllm.page_transfers import PIECE_BYTES, GatewayTransfers
+from kvgate_vllm.settings import ConnectorSettings, SettingsError
+from kvgate_vllm.step_order import StepOrder
+from kvgate_vllm.transfer import Deadlines
+from tests.client.server import WELCOME, ScriptedGateway
+
+GEOMETRY = PageGeometry(PageLayout.CPU_VEC, layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="bfloat16")
+LEASE = b"secret lease".ljust(32, b".")
+ATTACHED = PagesAttached(worker=os.getpid(), mover=os.getpid())
+LOST = Failure(code="unavailable", field="pages", problem="scripted", remedy="none")
+REFUSED = Failure(code="denied", field="-", problem="scripted", remedy="none")
+WAIT_S = 10.0
+
+Script = Callable[[Record], "Record | None"]
+
+
+class Lender:
+    """One worker's transfers, and what its gateway heard of them."""
+
+    def __init__(self, gateway: ScriptedGateway, transfers: GatewayTransfers) -> None:
+        self.gateway = gateway
+        self.transfers = transfers
+
+    def heard(self, kind: type[Record]) -> list[Any]:
+        """All messages of that kind."""
+        return [message for message in self.gateway.received if type(message) is kind]
+
+    def wait_for(self, kind: type[Record], count: int) -> list[Any]:
+        """Wait until so many have come."""
+        until = time.monotonic() + WAIT_S
+        while len(self.heard(kind)) < count:
+            assert time.monotonic() < until, f"{kind.__name__} never came"
+            time.sleep(0.005)
+        return self.heard(kind)
+
+
+def pages() -> list[torch.Tensor]:
+    """One layer's."""
+    return [torch.zeros(64, 1, 16, 16, dtype=torch.bfloat16)]
+
+
+@contextmanager
+def lending(
+    path: Path, script: Script, *, payload_bytes: int = PIECE_BYTES, load_s: float = WAIT_S, store_s: float = WAIT_S
+) -> Iterator[Lender]:
+    """Transfers whose gateway answers as ``script`` says; by default a message moves one chunk."""
+
+    def answer(message: Record) -> Record | None:
+        replied = script(message)
+        return ATTACHED if replied is None and isinstance(message, AttachPages) else replied
+
+    export = export_pages(GEOMETRY, pages())
+    welcome = dataclasses.replace(WELCOME, wire=2)
+    with ScriptedGateway(path / "g.sock", answer, welcome) as gateway:
+        client = GatewayClient(str(path / "g.sock"), "worker")
+        client.start()
+        assert client.wait_connected(WAIT_S)
+        attachment = client.spawn(Attachment.make(client.request, export, WAIT_S)).result(WAIT_S)
+        yield Lender(
+            gateway, GatewayTransfers(client, export, attachment, payload_bytes, Deadlines(load_s, store_s), attach_s=WAIT_S)
+        )
+        client.close()
+
+
+def load_op(chunks: int = 2, skip_tokens: int = 32) -> LoadOp:
+    """A load from chunk 1 on, 16 blocks a chunk."""
+    return LoadOp(7, "r", LEASE, 1, 1 + chunks, tuple(range(16 * chunks)), None, skip_tokens, asynchronous=True)
+
+
+def store_op(chunks: int = 2) -> StoreOp:
+    """A store from chunk 0 on."""
+    return StoreOp(8, "r", LEASE, 0, chunks, tuple(range(16 * chunks)), None)
+
+
+def store_script(message: Record) -> Record | None:
+    """Pack and keep everything."""
+    if isinstance(message, StorePages):
+        return PagesPacked(ticket=message.chunks[0] + 1, chunks=message.chunks)
+    return PagesStored(visible=1) if isinstance(message, CommitPages) else None
+
+
+def test_a_load_is_asked_for_in_pieces(tmp_path: Path) -> None:
+    """Each piece has its own place in the gate and its own blocks; only the first skips tokens; failures are joined."""
+    open_then: list[int] = []
+
+    def script(message: Record) -> Record | None:
+        if not isinstance(message, LoadPages):
+            return None
+        open_then.append(message.gate)
+        return PagesLoaded(valid=message.chunks != (2,), failed=(3,) if message.chunks == (3,) else ())
+
+    with lending(tmp_path, script) as lender:
+        assert lender.transfers.load(load_op(3), None) == {2, 3}
+        asked = lender.heard(LoadPages)
+    assert [message.chunks for message in asked] == [(1,), (2,), (3,)]
+    assert [message.skip_tokens for message in asked] == [32, 0, 0]
+    assert [message.blocks for message in asked] == [struct.pack("<16I", *range(16 * n, 16 * n + 16)) for n in range(3)]
+    assert all(message.ready is None for message in asked)
+
+
+def test_small_chunks_share_a_message(tmp_path: Path) -> None:
+    """Many chunks below the size of a piece are one message."""
+
+    def script(message: Record) -> Record | None:
+        return PagesLoaded(valid=True, failed=()) if isinstance(message, LoadPages) else None
+
+    with lending(tmp_path, script, payload_bytes=1024) as lender:
+        assert lender.transfers.load(load_op(3), None) == set()
+        assert [message.chunks for message in lender.heard(LoadPages)] == [(1, 2, 3)]
+
+
+def test_a_load_without_an_answer_is_given_up_and_its_place_never_used_again(tmp_path: Path) -> None:
+    """The place is closed before the load is reported, so that a gateway that comes later finds it closed."""
+    with lending(tmp_path, lambda _message: None, load_s=0.1) as lender:
+        assert lender.transfers.load(load_op(1), None) == {1}
+        (asked,) = lender.heard(LoadPages)
+        (attached,) = lender.heard(AttachPages)
+        late = MoverGate.open(os.getpid(), attached.gate)
+        with late.moving(asked.gate) as allowed:
+            assert not allowed
+        # After a silence no other is even sent.
+        assert lender.transfers.load(load_op(1), None) == {1}
+        assert len(lender.heard(LoadPages)) == 1
+
+
+def test_a_refused_load_fails_and_gives_its_place_back(tmp_path: Path) -> None:
+    """More refusals than the gate has places do not use it up."""
+
+    def script(message: Record) -> Record | None:
+        return REFUSED if isinstance(message, LoadPages) else None
+
+    with lending(tmp_path, script) as lender:
+        for _ in range(3):
+            assert lender.transfers.load(load_op(1), None) == {1}
+        attachment = lender.transfers._attachment
+        assert attachment is not None
+        assert len(attachment.gate._free) == PLACES - 1
+        assert len(lender.heard(AttachPages)) == 1
+
+
+@pytest.mark.parametrize("way", ["load", "store"])
+def test_lost_pages_are_lent_again(tmp_path: Path, way: str) -> None:
+    """Told that its pages are not attached, the worker attaches them with a new gate, and goes on."""
+    lost = [True]
+
+    def script(message: Record) -> Record | None:
+        if isinstance(message, LoadPages | StorePages) and lost:
+            lost.clear()
+            return LOST
+        return PagesLoaded(valid=True, failed=()) if isinstance(message, LoadPages) else store_script(message)
+
+    with lending(tmp_path, script) as lender:
+        if way == "load":
+            assert lender.transfers.load(load_op(1), None) == {1}
+        else:
+            assert lender.transfers.store(store_op(1), None, None) == 0
+        first, second = lender.wait_for(AttachPages, 2)
+        assert first.gate != second.gate
+        until = time.monotonic() + WAIT_S
+        while lender.transfers._attachment is None:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        assert lender.transfers.load(load_op(1), None) == set()
+        assert lender.transfers.store(store_op(1), None, None) == 1
+
+
+def test_a_store_is_kept_after_the_copy(tmp_path: Path) -> None:
+    """Each piece is packed, then kept; what was resident needs no second message."""
+
+    def script(message: Record) -> Record | None:
+        if isinstance(message, StorePages) and message.chunks == (1,):
+            return PagesPacked(ticket=0, chunks=())
+        return store_script(message)
+
+    with lending(tmp_path, script) as lender:
+        assert lender.transfers.store(store_op(3), None, None) == 2
+        assert [(message.ticket, message.keep) for message in lender.heard(CommitPages)] == [(1, True), (3, True)]
+
+
+def test_a_preempted_store_is_dropped_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    """Cancelled in the middle of the copy: the call returns at once, what was copied is not kept, nothing more is read."""
+    packing, go_on = threading.Event(), threading.Event()
+
+    def script(message: Record) -> Record | None:
+        if isinstance(message, StorePages):
+            packing.set()
+            assert go_on.wait(WAIT_S)
+        return store_script(message)
+
+    with lending(tmp_path, script) as lender:
+        thread = JobThread("test", 4)
+        thread.submit(Job("r", lambda job: (lender.transfers.store(store_op(3), job, None), None)[1]))
+        assert packing.wait(WAIT_S)
+        thread.cancel(["r"])  # returns though the gateway is still copying
+        assert not go_on.is_set()
+        go_on.set()
+        (commit,) = lender.wait_for(CommitPages, 1)
+        assert commit.keep is False
+        thread.close(WAIT_S)
+        assert len(lender.heard(StorePages)) == 1
+
+
+def test_a_late_copy_is_dropped(tmp_path: Path) -> None:
+    """A store that was answered after its deadline is never kept: its pages may have been reused since."""
+    go_on = threading.Event()
+
+    def script(message: Record) -> Record | None:
+        if isinstance(message, StorePages):
+            assert go_on.wait(WAIT_S)
+        return store_script(message)
+
+    with lending(tmp_path, script, store_s=0.1) as lender:
+        assert lender.transfers.store(store_op(1), None, None) == 0
+        go_on.set()
+        (commit,) = lender.wait_for(CommitPages, 1)
+        assert commit.keep is False
+
+
+def test_a_gateway_that_sees_other_process_ids_is_not_lent_to(tmp_path: Path) -> None:
+    """Neither could tell when the other's process is gone."""
+    elsewhere = PagesAttached(worker=os.getpid() + 1, mover=1)
+
+    def script(message: Record) -> Record | None:
+        return elsewhere if isinstance(message, AttachPages) else None
+
+    with pytest.raises(GatewayUnavailable, match="PID namespace"), lending(tmp_path, script):
+        pass
+
+
+def test_closing_detaches_the_pages(tmp_path: Path) -> None:
+    """Before an engine frees its pages the gateway has unmapped them; nothing is asked of it afterwards."""
+
+    def script(message: Record) -> Record | None:
+        return Done() if isinstance(message, DetachPages) else None
+
+    with lending(tmp_path, script) as lender:
+        lender.transfers.close()
+        assert len(lender.heard(DetachPages)) == 1
+        assert lender.transfers.load(load_op(2), None) == {1, 2}
+        assert lender.transfers.store(store_op(2), None, None) == 0
+        assert not lender.heard(LoadPages)
+        assert not lender.heard(StorePages)
+
+
+def test_a_copy_that_was_cut_off_is_over_with_its_process() -> None:
+    """A load whose copy was cut off by a kill -9 is reported once the process is gone, and not for ever later."""
+    gate = Gate()
+    place = gate.open_place()
+    code = "import os,sys; from kvgate.transfer.gate import MoverGate\n"
+    code += (
+        "with MoverGate.open(int(sys.argv[1]), int(sys.argv[2])).moving(int(sys.argv[3])): print(flush=True), sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", code, str(os.getpid()), str(gate.descriptor), str(place)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        attachment = Attachment(gate, process.pid)
+        taking = threading.Thread(target=attachment.take_back, args=(place,), daemon=True)
+        taking.start()
+        taking.join(0.05)
+        assert taking.is_alive(), "the copy was still under way"
+        process.kill()
+        taking.join(WAIT_S)
+        assert not taking.is_alive()
+        assert gate.cut_off(place)
+
+
+@pytest.mark.parametrize(("transfer", "lent"), [("worker", False), ("auto", False), ("gateway", True)])
+def test_on_a_cpu_pages_are_lent_only_where_asked_for(transfer: str, lent: bool) -> None:
+    """There a worker's own copies are as good, and moving its pages to shared memory has a price."""
+    assert (lend(transfer, GEOMETRY, pages()) is not None) is lent
+
+
+def test_a_cpu_step_needs_no_mark() -> None:
+    """It is through when it returns."""
+    order = StepOrder(torch.device("cpu"), shared=True)
+    assert order.mark() is None
+    with order.behind(None):
+        pass
+
+
+def test_who_copies_is_one_of_three_words() -> None:
+    """Anything else is refused by name."""
+    assert ConnectorSettings.of({}).transfer == "auto"
+    assert ConnectorSettings.of({"transfer": "gateway"}).transfer == "gateway"
+    for wrong in ("", "Gateway", 1, None):
+        with pytest.raises(SettingsError, match="transfer"):
+            ConnectorSettings.of({"transfer": wrong})
+
+
+def test_drained_jobs_have_ended() -> None:
+    """What waits runs to its end; what does not end is cancelled, and said so while it still runs."""
+    thread, go_on = JobThread("test", 4), threading.Event()
+    ran: list[str] = []
+    assert thread.submit(Job("a", lambda _job: ran.append("a")))
+    assert thread.drain(WAIT_S)
+    assert ran == ["a"]
+    assert thread.submit(Job("b", lambda job: ran.append("cancelled" if go_on.wait(WAIT_S) and job.cancelled else "b")))
+    assert not thread.drain(0.05)
+    go_on.set()
+    thread.close(WAIT_S)
+    assert ran == ["a", "cancelled"]
