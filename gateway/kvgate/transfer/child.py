@@ -141,7 +141,10 @@ class Child:
             raise TransferUnavailable(str(error)) from None
 
     async def move(self, op: Op, body: object, moved_bytes: int, deadline_s: float) -> Any:
-        """The answer to PACK or UNPACK of ``moved_bytes``. However it ends, nothing is moved any more, but where it raises ``SlotsInDoubt``."""
+        """The answer to PACK or UNPACK of ``moved_bytes``.
+
+        However it ends, nothing is moved any more, but where it raises ``SlotsInDoubt``.
+        """
         try:
             request_id, future = self.connection.request(op, body, deadline_s)
         except ConnectionBroken as error:
