@@ -122,8 +122,12 @@ class Child:
             raise
         finally:
             theirs.close()
-        ours.setblocking(False)
-        _, connection = await asyncio.get_running_loop().create_unix_connection(Connection, sock=ours)
+        try:
+            ours.setblocking(False)
+            _, connection = await asyncio.get_running_loop().create_unix_connection(Connection, sock=ours)
+        except BaseException:
+            ours.close()  # the process ends when its socket does
+            raise
         return cls(process, connection, patience)
 
     async def ask(self, op: Op, body: object, deadline_s: float) -> Any:

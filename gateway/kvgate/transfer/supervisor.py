@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import os
 import select
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import structlog
+from blake3 import blake3
 
 from kvgate.storage.backend import PoolInfo
 from kvgate.transfer import SlotsInDoubt, TransferBusy, TransferUnavailable
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 def owner_of(state_dir: Path) -> str:
     """A name for the daemon of this folder, by which a later one finds processes that it left behind."""
-    return hashlib.sha256(os.fsencode(state_dir.resolve())).hexdigest()[:32]
+    return str(blake3(os.fsencode(state_dir.resolve())).hexdigest())[:32]
 
 
 class TransferProcesses:
