@@ -7,6 +7,8 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -704,6 +706,56 @@ def test_what_is_not_the_connections_own_is_refused(
         failure = refusal(lambda one=one, message=message: ask(one, message))  # type: ignore[misc]
         assert failure.field == field, f"{type(message).__name__}: {failure}"
     ask(client, Release(lease=lease))
+
+
+def test_a_private_pool_is_private_from_clients_too() -> None:
+    """Where only the gateway moves bytes, a client is told where none of them lie: nothing is fetched or published there."""
+    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
+    running = GatewayThread(config(folder, transfer="gateway")).start()
+    engine = SdkEngine(running.socket)
+    with Sdk(running.socket) as sdk:
+        source = sdk.source(SOURCE)
+        keys, values = engine.kv(ids())
+        made = Artifact(keys, values, ids(), source.manifest(algorithm="any", version="1"), source)
+        failure = refusal(lambda: sdk.publish(made))
+        assert (failure.code, failure.field) == ("denied", "transfer")
+        assert outcome(lambda: sdk.fetch(SOURCE)) == "gone"
+    engine.close()
+    running.stop()
+    shutil.rmtree(folder)
+
+
+PUBLISHER = """
+import sys, time
+sys.path.insert(0, sys.argv[3])
+from tests.daemon.variant_kit import *
+from kvgate.client import sdk
+from kvgate.client.moves import Mover
+with sdk.Gateway(sys.argv[1], model=sys.argv[2]) as client:
+    prefix = client.fetch(SOURCE)
+    made = artifact(prefix, manifest(prefix, query=(99,)))
+    def stall(*_arguments):
+        print("reserved", flush=True)
+        time.sleep(60)
+    Mover._fill = stall
+    client.publish(made)
+"""
+
+
+def test_a_publisher_that_is_killed_leaves_nothing_behind(
+    gateway: GatewayThread, engine: SdkEngine, sdk: Sdk, prefix: Prefix
+) -> None:
+    """Between reserve and commit: its slots are free once its process is gone, nothing is visible, another one can publish."""
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", PUBLISHER, gateway.socket, engine.model.digest().hex(), root]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reserved\n"
+        assert gateway.status()["open_writes"] == 2
+        assert found(sdk, manifest(prefix, query=(99,)), prefix) == "tokens"
+        process.kill()
+    made = artifact(prefix, manifest(prefix, query=(99,)))
+    assert holds(sdk, sdk.publish(made), made)
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,13 @@ class Variants:
 
     async def _ready_lease(self, session: Session, token: bytes, rectangle: int) -> Lease:
         """A lease of this connection from which one rectangle may be read or written now."""
+        if self._config.transfer == "gateway":
+            raise Refused(
+                "denied",
+                "nobody but the gateway sees its pool",
+                field="transfer",
+                remedy="fetch and publish at a gateway whose setting transfer is any or worker; it may share the L2",
+            )
         lease = self._own_lease(session, token)
         lease.registration.require_sealed()
         if rectangle >= lease.rectangles:
