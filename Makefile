@@ -71,7 +71,7 @@ test-full: envs kernels ## Run every test
 	@tools/run-tests.sh full
 
 test-gpu: ## Run the GPU tests: real engines on an NVIDIA GPU, ten minutes, no network; skipped where there is none
-	@PYTHONPATH=gateway:bindings:shims/vllm:shims/lmcache:$${PYTHONPATH:-} $(GPU_PYTHON) -m tests.gpu $(GPU_ARGS)
+	@$(GPU_PYTHON) -m tests.gpu $(GPU_ARGS)
 
 bench: $(GATEWAY_STAMP) kernels ## Measure the gateway against the peers
 	@$(GATEWAY_PYTHON) -m bench $(BENCH_ARGS)

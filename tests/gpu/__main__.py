@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Final
 
 from bench import records
-from tests.gpu import cases
+from tests.gpu import cases, kills
 from tests.gpu.processes import Engines
-from tests.gpu.suite import Finding, Suite
+from tests.gpu.suite import TRANSFER, Finding, Suite
 
 CASES: Final = {
     "restore": (cases.restore, 60),
@@ -31,6 +31,8 @@ CASES: Final = {
     "processes": (cases.processes, 60),
     "graphs": (cases.graphs, 90),
     "codec": (cases.codec, 30),
+    "engine_killed": (kills.engine_killed, 110),
+    "transfer_killed": (kills.transfer_killed, 60),
     "two_gpus": (cases.two_gpus, 120),
 }
 """Name → what runs, and the seconds it needs at least."""
@@ -57,6 +59,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--out", type=Path, default=records.LOCAL, help="folder for results and logs (%(default)s)")
     parser.add_argument("--budget-s", type=float, default=570.0, help="start nothing that would end later (%(default)s)")
+    parser.add_argument("--transfer", choices=("auto", "worker", "gateway"), default="auto", help="who copies (%(default)s)")
     parser.add_argument("--commit", default="", help="the commit that is tested, where this is no checkout")
     options = parser.parse_args()
     unknown = set(options.cases) - set(CASES)
@@ -76,6 +79,7 @@ def main() -> int:
 def run(wanted: list[str], found: list[str], options: argparse.Namespace) -> int:
     """Run cases and write what was found."""
     options.out.mkdir(parents=True, exist_ok=True)
+    TRANSFER[0] = options.transfer
     work = Path(tempfile.mkdtemp(prefix="kvg-gpu-"))
     engines = Engines(work, options.out)
     suite = Suite(work, options.out, time.monotonic() + options.budget_s, engines)

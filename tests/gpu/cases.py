@@ -41,7 +41,7 @@ def restore(suite: Suite) -> None:
         steps += [ask(one, adapter=tuned, pages=True), ask(one, adapter=tuned)]
         what, first, second, local, local_two, adapted, local_adapted = suite.engines.run(job(running, steps, **LORA), "store")
         suite.facts["engine"] = what
-        suite.check("registered", what["kvgate"].get("registered") is True, dump(what["kvgate"]))
+        suite.check("registered", "'registered': True" in str(what["kvgate"]), dump(what["kvgate"]))
         suite.check("nothing_restored_at_first", first["restored"] == second["restored"] == 0, dump(first["report"]))
         suite.check("local_cache_works", local["cached"] == 1024, f"{local['cached']} tokens cached locally")
         restart(suite, running)
@@ -107,7 +107,7 @@ def runners(suite: Suite) -> None:
                 ask(prompt, pages=True),
             ]
             what, first, local, _, again = suite.engines.run(job(running, steps), f"runner {name}", env=env)
-            suite.check(f"{name}_is_it", str(what["kvgate"].get("numerics", {}).get("runner")) == name, dump(what))
+            suite.check(f"{name}_is_it", f"'runner': '{name}'" in str(what["kvgate"]), dump(what))
             if name == "v1":
                 suite.missed("v1_after_v2", first, running, "numerics")
             suite.restored(name, again)

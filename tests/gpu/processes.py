@@ -42,7 +42,9 @@ ENVIRONMENT: Final = {
 def environment(work: Path) -> dict[str, str]:
     """The environment of engines and gateway."""
     found = {**os.environ, **ENVIRONMENT}
-    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    # Not relative: some of these processes run elsewhere. What is installed comes after the checkout.
+    folders = [str(ROOT / name) for name in ("", "gateway", "bindings", "shims/vllm", "shims/lmcache")]
+    found["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     found.setdefault("VLLM_CACHE_ROOT", str(work / "vllm-cache"))
     found.setdefault("TRITON_CACHE_DIR", str(work / "triton-cache"))
     return found
@@ -176,6 +178,9 @@ class Engine:
         """Wait for its end, kill it after ``within_s``; returns what it wrote: ``ready``, ``steps``, and ``status`` (None: killed)."""
         status = self._status(within_s)
         if status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)  # where is it? The log will say
+            time.sleep(1.0)
             self.kill()
             self._status(STOP_S)
         return self.told() | {"status": status}
@@ -282,6 +287,31 @@ class Gateway:
             check=False,
         )
         return json.loads(done.stdout or b"null")
+
+    def child(self, word: str) -> int | None:
+        """A process that the daemon started whose command line has ``word``."""
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):  # it may end while we look
+                ours = f"PPid:\t{self.pid}\n" in (folder / "status").read_text()
+                if ours and word in (folder / "cmdline").read_text():
+                    return int(folder.name)
+        return None
+
+    def held(self) -> dict[str, int]:
+        """What the gateway holds for anyone, by name: only what is not nought."""
+        status = self.ask("status")
+        found = {name: status[name] for name in ("leases", "held_chunks", "open_loads", "open_writes")}
+        found |= {name: status["storage"][name] for name in ("holds", "reservations")}
+        return {name: count for name, count in found.items() if count}
+
+    def let_go(self, within_s: float = STOP_S) -> dict[str, int]:
+        """What is still held after that time at most; empty: nothing."""
+        until = time.monotonic() + within_s
+        while (held := self.held()) and time.monotonic() < until:
+            time.sleep(0.2)
+        return held
 
     def reasons(self, answer: dict[str, Any]) -> list[str]:
         """Why a request missed, as the operator sees it."""

@@ -3,9 +3,11 @@
 A job: ``model`` (folder), ``options`` (for ``vllm.LLM``), ``connector`` (``kv_connector_extra_config``, or null for none), ``steps``,
 and ``result`` (the file written anew after each step: ``ready`` and one entry a step). A step is a map with one of
 
-    ask      token ids; with max_tokens, salt, adapter {name, source, path, reload}, pages (hash those pages of the whole chunks)
+    ask      token ids; with max_tokens, salt, adapter {name, source, path, reload}, pages (hash those of the whole chunks), settle
+             (false: go on while stores are under way)
     forget   empty vLLM's own prefix cache
     describe what the engine is
+    wait_s   do nothing so long
     mark     write this file, so that the driver knows how far the job is
 """
 
@@ -89,6 +91,9 @@ class Engine:
             return {"done": self._forget()}
         if "describe" in step:
             return self._describe()
+        if "wait_s" in step:
+            time.sleep(step["wait_s"])
+            return {}
         Path(step["mark"]).write_text("here")
         return {}
 
@@ -117,7 +122,8 @@ class Engine:
                 for output in outputs:
                     if not first_s and output.outputs[0].token_ids:
                         first_s = time.perf_counter() - began
-            self._settle()
+            if step.get("settle", True):
+                self._settle()
         if output is None:
             raise RuntimeError("the engine finished without an answer")
         completion = output.outputs[0]
@@ -227,7 +233,6 @@ def _worker_facts() -> dict[str, Any]:
     if form is None:
         return {"cached": "no: see the log"}
     description = form.description
-    packers = [str(packer.describe()) for packer in getattr(side, "_packers", {}).values()]
     return {
         "registered": registration is not None,
         "transfers": type(registration.transfers).__name__ if registration else "",
@@ -238,5 +243,5 @@ def _worker_facts() -> dict[str, Any]:
             "execution": description.numerics.execution,
             **{setting.name: setting.value for setting in description.numerics.other},
         },
-        "packers": packers,
+        "packers": [str(packers.any.describe()) for packers in side._packers.values()],
     }

@@ -6,8 +6,10 @@ runs, ``{"status": …}`` when it has ended. Nothing here may touch the GPU befo
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -41,6 +43,7 @@ def run_child(order: dict[str, Any]) -> int:
         os.dup2(log.fileno(), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(order["env"])
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before the end, where one takes too long
     try:
         from tests.gpu.step import run_job
 
