@@ -28,7 +28,7 @@ CHUNK_TOKENS = 256
 GEOMETRY = PageGeometry(PageLayout.CPU_VEC, layers=8, kv_heads=4, head_dim=64, block_tokens=16, dtype="bfloat16")
 PAYLOAD = PayloadGeometry.of(GEOMETRY, CHUNK_TOKENS)
 SLOT_BYTES = PAYLOAD.payload_bytes + ALIGN_BYTES
-SLOTS = 12
+SLOTS = 8
 POOL_BYTES = SLOTS * SLOT_BYTES
 CHUNK_BLOCKS = CHUNK_TOKENS // GEOMETRY.block_tokens
 BLOCKS = 4 * CHUNK_BLOCKS
