@@ -258,14 +258,15 @@ def interference(report: Report, packer: Packer, moves: list[ChunkMove]) -> None
 
 def run(report: Report, *, everything: bool, runs: int = 20, lmcache: Sequence[Path] = ()) -> None:
     """All GPU cases into the report. ``lmcache``: folders of LMCaches to compare with."""
-    hashing(report, runs)
-    layouts(report, runs)
-    batches(report, runs)
-    gathering(report, runs)
-    transfer(report, 7)
+    parts = [partial(part, report, runs) for part in (batches, layouts, hashing, gathering)]
+    parts.append(partial(transfer, report, 7))
     if everything:
-        peers(report, 5)
-        kernels_h200_peers.run(report, lmcache=lmcache)
+        parts += [partial(kernels_h200_peers.run, report, 7, lmcache), partial(peers, report, 5)]
+    for part in parts:
+        begin = time.perf_counter()
+        part()
+        torch.cuda.empty_cache()
+        print(f"{part.func.__name__}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def main() -> int:
