@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +33,21 @@ def test_views_show_the_pools_bytes(pool: str) -> None:
     assert content[8192:8196] == b"page"
     assert content.count(0) == POOL_BYTES - 4
     mappings.close()
+
+
+def test_a_pool_is_prepared_beside_its_use(pool: str) -> None:
+    """A pool that is mapped ahead shows and keeps the same bytes, also when it is forgotten meanwhile."""
+    for _ in range(3):
+        mappings = PoolMappings(prepare=True)
+        view = mappings.view(pool, POOL_BYTES, 4096, 4)
+        view[:] = b"page"
+        mappings.close()
+        for thread in threading.enumerate():
+            if thread.name == "kvgate-pool":
+                thread.join(10.0)
+                assert not thread.is_alive()
+        assert bytes(view) == b"page"
+        assert pool_path(pool).read_bytes().count(0) == POOL_BYTES - 4
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, POOL_BYTES + 1), (POOL_BYTES, 1), (4096, 0), (1, 8)])

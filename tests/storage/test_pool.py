@@ -162,3 +162,33 @@ def test_only_pools_without_a_living_owner_are_reaped(info: PoolInfo) -> None:
     assert reap_dead_pools(info.name) == [dead]
     assert (SHM_DIR / info.name).exists()
     assert not unlink_pool(dead)
+
+
+def resident_bytes(info: PoolInfo) -> int:
+    """How much of the pool this process has page table entries for."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.endswith(str(pool_path(info.name))))
+    return int(next(line for line in lines if line.startswith("Rss:")).split()[1]) * 1024
+
+
+def test_preparing_takes_the_page_faults_and_changes_no_byte(info: PoolInfo) -> None:
+    """A prepared part is mapped before anybody touches it, the rest is not, and the bytes are what they were."""
+    with PoolMapping.open(info) as mapping:
+        mapping.slice(Slot(0, 4))[:] = b"page"
+        half = POOL_BYTES // 2
+        if not mapping.prepare(0, half):
+            pytest.skip("this kernel cannot map pages ahead")
+        assert resident_bytes(info) == half
+        assert mapping.prepare(half, POOL_BYTES)
+        assert resident_bytes(info) == POOL_BYTES
+        assert pool_path(info.name).read_bytes() == b"page".ljust(POOL_BYTES, b"\0")
+
+
+def test_preparing_what_is_closed_or_read_only_does_nothing(info: PoolInfo) -> None:
+    """Neither a closed mapping nor one that may not be written is prepared; neither is an error."""
+    with PoolMapping.open(info, writable=False) as mapping:
+        assert not mapping.prepare(0, POOL_BYTES)
+        assert resident_bytes(info) == 0
+    closed = PoolMapping.open(info)
+    closed.close()
+    assert not closed.prepare(0, POOL_BYTES)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import threading
+import time
 from typing import Final
 
 from kvgate.storage.backend import PoolInfo, Slot
 from kvgate.storage.pool import ALIGN_BYTES, PoolMapping
 
+LOGGER: Final = logging.getLogger("kvgate.client")
+
 MAX_MAPPINGS: Final = 2
 """The pool in use, and one that a transfer may still be reading while the gateway has moved on."""
+STEP_BYTES: Final = 16 << 20
+"""Prepared at once: a few milliseconds, in which the process's other mappings may have to wait."""
+NICENESS: Final = 10
 
 
 class PoolMappings:
-    """Views of payload slots. Thread-safe. A view keeps its mapping alive, so forgetting an old pool never pulls memory away."""
+    """Views of payload slots. Thread-safe. A view keeps its mapping alive, so forgetting an old pool never pulls memory away.
 
-    def __init__(self) -> None:
+    ``prepare``: a thread takes the page faults of each new mapping, from its begin to its end. The first copy through a page is
+    several times slower otherwise, and every store to a large pool is such a first copy for a long time. It costs the process
+    page tables of 1/512 of the pool.
+    """
+
+    def __init__(self, *, prepare: bool = False) -> None:
+        self._prepare = prepare
         self._lock = threading.Lock()
         self._mappings: dict[tuple[str, int], PoolMapping] = {}
 
@@ -37,6 +52,21 @@ class PoolMappings:
             if mapping is None:
                 info = PoolInfo(name=pool, pool_bytes=pool_bytes, align_bytes=ALIGN_BYTES, generation=0)
                 mapping = self._mappings[key] = PoolMapping.open(info)
+                if self._prepare:
+                    threading.Thread(target=_take_faults, args=(mapping,), name="kvgate-pool", daemon=True).start()
                 while len(self._mappings) > MAX_MAPPINGS:
                     self._mappings.pop(next(iter(self._mappings))).close()
             return mapping
+
+
+def _take_faults(mapping: PoolMapping) -> None:
+    """Prepares a mapping step by step, behind all other work, until it is closed."""
+    with contextlib.suppress(PermissionError):  # a sandbox may not allow it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread alone, on Linux
+    begin = time.monotonic()
+    for start in range(0, mapping.info.pool_bytes, STEP_BYTES):
+        if not mapping.prepare(start, STEP_BYTES):
+            if not mapping.closed:
+                LOGGER.info("kvgate: pages of the pool are mapped as they are used: this kernel can't map them ahead")
+            return
+    LOGGER.debug("kvgate: mapped the pool in %.2f s", time.monotonic() - begin)

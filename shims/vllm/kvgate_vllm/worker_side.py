@@ -80,7 +80,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._draining: set[str] = set()
         self._unsaved: list[StoreOp] = []
-        self._pools = PoolMappings()
+        self._pools = PoolMappings(prepare=True)
         self._load_jobs = JobThread("kvgate-load", MAX_LOAD_OPS)
         self._save_jobs = JobThread("kvgate-save", settings.save_queue_ops)
         self._client = GatewayClient(settings.socket_path(), "worker", settings.credential(), on_connect=self._on_connect)
