@@ -113,7 +113,8 @@ class Bench:
         print(f"[{time.monotonic():.0f}] {text}", flush=True)
 
     def _job(self, model: Path, gateway: Gateway | None, wanted: list[dict[str, Any]]) -> dict[str, Any]:
-        extra = {"endpoint": gateway.endpoint, "acquire_ms": 20000.0, "load_ms": 20000.0} if gateway is not None else None
+        patience = {"register_ms": 20000.0, "acquire_ms": 20000.0, "load_ms": 20000.0, "store_ms": 20000.0}
+        extra = {"endpoint": gateway.endpoint, **patience} if gateway is not None else None
         options = {
             "max_model_len": 40000,
             "gpu_memory_utilization": 0.6,

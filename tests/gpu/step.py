@@ -238,6 +238,7 @@ def _worker_facts() -> dict[str, Any]:
         "transfers": type(registration.transfers).__name__ if registration else "",
         "pages": form.pages.layout.value,
         "layouts": sorted({f"{page.backend} {page.isa} {page.layout}" for page in description.geometry.pages}),
+        "rope": {setting.name: setting.value for setting in description.rope.parameters},
         "numerics": {
             "backend": description.numerics.attention_backend,
             "execution": description.numerics.execution,

@@ -122,7 +122,8 @@ def ask(prompt: Sequence[int], **more: Any) -> dict[str, Any]:
 
 def job(gateway: Gateway | None, steps: list[dict[str, Any]], model: Path = MODEL, **more: Any) -> dict[str, Any]:
     """A job on the small model, eager, with FlashAttention; ``more``: options, and ``extra`` for the connector."""
-    extra = {"transfer": TRANSFER[0]} | more.pop("extra", {})
+    # The first engine waits for the transfer process, which takes seconds to come up.
+    extra = {"transfer": TRANSFER[0], "register_ms": 20000.0} | more.pop("extra", {})
     options = {"enforce_eager": True, "attention_backend": "FLASH_ATTN"} | more
     connector = None if gateway is None else {"endpoint": gateway.endpoint} | extra
     return {"model": str(model), "options": options, "connector": connector, "steps": steps}

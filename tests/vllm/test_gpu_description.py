@@ -9,7 +9,7 @@ import pytest
 from vllm.config import VllmConfig
 
 from kvgate_kernels import PageLayout
-from kvgate_vllm.describe import _attention_numerics, numeric_environment
+from kvgate_vllm.describe import _attention_numerics, _module_text, numeric_environment
 from kvgate_vllm.geometry import Geometry, KvGroupShape, Place, RectangleShape, _declared_layout
 from kvgate_vllm.geometry import PageLayout as Pages
 from kvgate_vllm.registration import Uncacheable, page_layout
@@ -178,3 +178,11 @@ def test_what_is_described_otherwise_is_no_numeric_variable(name: str, monkeypat
     before = numeric_environment()
     monkeypatch.setenv(name, "1")
     assert numeric_environment() == before
+
+
+def test_which_kernel_applies_rope_is_not_rope() -> None:
+    """A compiled engine says of each kernel that it does not use it, an eager one nothing: both turn keys alike."""
+    one, other = (SimpleNamespace(rotary_dim=64, base=1e4, use_aiter=said, training=False) for said in (None, False))
+    assert _module_text(one) == _module_text(other)
+    other.base = 10001.0
+    assert _module_text(one) != _module_text(other)

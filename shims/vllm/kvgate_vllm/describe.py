@@ -49,6 +49,9 @@ NOT_SETTINGS: Final = frozenset(
 )
 """Keys of a model configuration that are names, or change no KV value, or are described elsewhere."""
 
+NOT_ROPE: Final = frozenset({"training", "use_flashinfer", "use_aiter"})
+"""Attributes of a rotary embedding that say which kernel applies it: with the execution mode and the libraries, numerics."""
+
 ADAPTER_SETTINGS: Final = ("target_modules", "enable_moe_shared_loras", "enable_tower_connector_lora")
 """Settings of the engine that decide which of an adapter's weights are applied, and how they are laid out."""
 
@@ -233,7 +236,11 @@ def _rope(vllm_config: Any, model: Any) -> tuple[RopeSettings, str | None]:
 def _module_text(module: Any) -> str:
     """Class and plain settings of a rotary embedding: scaling factors, sections, which of two factor lists is in use."""
     plain = (bool, int, float, str, list, tuple)
-    settings = {k: v for k, v in vars(module).items() if k != "training" and not k.startswith("_") and isinstance(v, plain)}
+    settings = {
+        k: v
+        for k, v in vars(module).items()
+        if k not in NOT_ROPE and not k.startswith(("_", "torchdynamo_")) and isinstance(v, plain)
+    }
     return f"{type(module).__name__} {exact_text(settings)}"
 
 
