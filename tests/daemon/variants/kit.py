@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvgate.client import GatewayClient
 from kvgate.client.artifacts import Artifact, Prefix, VariantCapability
 from kvgate.client.errors import GatewayRefused, NotStored
 from kvgate.client.sdk import Gateway as Sdk
+from kvgate.contract.address import token_digests
 from kvgate.contract.manifest import TransformManifest
+from kvgate.contract.record import Record
 from kvgate.protocol.messages import Failure
+from kvgate.protocol.variant_messages import BindVariant, OpenVariant
+from tests.client.sdk_engine import SdkEngine
+from tests.daemon import makers
 
+WAIT_S = 20.0
+TENANT = b"tenant"
 SOURCE = tuple(range(1000, 1024))
 """Six chunks of four tokens."""
 KEPT = (0, 1, 2, 3, 9, 10, 17, 23)
@@ -88,3 +100,62 @@ def altered(capability: VariantCapability, at: int) -> VariantCapability:
     data = bytearray(capability.data)
     data[at] ^= 1
     return dataclasses.replace(capability, data=bytes(data))
+
+
+def folder_of(settings: dict[str, Any]) -> Path:
+    """A short private folder with the credentials of one tenant."""
+    made = Path(tempfile.mkdtemp(prefix="kvg-"))
+    file = made / "credentials.json"
+    file.write_text(json.dumps({hashlib.sha256(TENANT).hexdigest(): "tenant"}))
+    settings["credentials_file"] = str(file)
+    return made
+
+
+def ask(client: GatewayClient, message: Record) -> Any:
+    """The reply to a raw message."""
+    return client.call(message, WAIT_S)
+
+
+def bind_variant(engine: SdkEngine, capability: VariantCapability, tokens: tuple[int, ...], **changes: Any) -> BindVariant:
+    """What a scheduler sends for a prompt of ``tokens``."""
+    values: dict[str, Any] = {
+        "handle": engine.handle,
+        "adapter": None,
+        "salt": None,
+        "capability": capability.data,
+        "tokens": b"".join(token_digests(engine.opened.token_key, tokens, makers.CHUNK_TOKENS)),
+    }
+    return BindVariant(**(values | changes))
+
+
+def open_variant(engine: SdkEngine, made: Artifact, **changes: Any) -> OpenVariant:
+    """What a client sends to publish."""
+    key = engine.opened.token_key
+    values: dict[str, Any] = {
+        "handle": engine.handle,
+        "adapter": None,
+        "salt": None,
+        "manifest": made.manifest,
+        "source": b"".join(token_digests(key, made.source.token_ids, makers.CHUNK_TOKENS)),
+        "tail": None,
+        "tokens": b"".join(token_digests(key, made.token_ids, makers.CHUNK_TOKENS)),
+    }
+    return OpenVariant(**(values | changes))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "query B": {"query": (7, 8, 10)},
+    "query A cut short": {"query": (7, 8)},
+    "no query, held by nobody else": {"query": None, "scope": "request"},
+    "ratio 1/4": {"parameters": {"ratio": "1/4"}},
+    "one more parameter": {"parameters": {"ratio": "1/3", "window": "32"}},
+    "no parameter": {"parameters": {}},
+    "algorithm version 2": {"version": "2"},
+    "another algorithm": {"algorithm": "snapkv2"},
+    "other positions kept": {"retained": (0, 1, 2, 3, 9, 10, 17, 22)},
+    "moved elsewhere": {"new_positions": (0, 1, 2, 3, 5, 6, 7, 8)},
+    "kept per layer": {"retained": [KEPT, KEPT]},
+    "kept per head": {"retained": [[KEPT, KEPT], [KEPT, KEPT]]},
+    "nothing kept": {"retained": None},
+    "scope request": {"scope": "request"},
+}

@@ -1,0 +1,130 @@
+"""Scope by policy: what each must prove, and whom the operator lets share."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from typing import Any
+
+import pytest
+
+from kvgate.client import GatewayClient
+from kvgate.client.artifacts import Prefix
+from kvgate.client.sdk import Gateway as Sdk
+from kvgate.protocol.variant_messages import (
+    DescribeSource,
+    ModelOpened,
+    OpenModel,
+)
+from tests.client.sdk_engine import GatewayThread, SdkEngine, config
+from tests.daemon import makers
+from tests.daemon.variants.kit import (
+    LISTED,
+    SOURCE,
+    TENANT,
+    artifact,
+    ask,
+    folder_of,
+    found,
+    holds,
+    ids,
+    manifest,
+    open_variant,
+    outcome,
+    recency,
+    refusal,
+)
+
+
+def test_scope_request_is_its_holders_alone(sdk: Sdk, prefix: Prefix) -> None:
+    """Two results of one manifest are two artifacts: each capability gives its own, and neither is found without it."""
+    made = manifest(prefix, scope="request")
+    first, second = artifact(prefix, made), artifact(prefix, made)
+    second = dataclasses.replace(second, values=second.values * 2)
+    one, other = sdk.publish(first), sdk.publish(second)
+    assert one.data != other.data
+    assert holds(sdk, one, first)
+    assert holds(sdk, other, second)
+    assert found(sdk, made, prefix) == "tokens"
+
+
+def test_a_legacy_result_is_its_holders_alone(sdk: Sdk, prefix: Prefix) -> None:
+    """A bare tuple has no manifest, so it is shared with nobody, and restored all the same."""
+    made = artifact(prefix, manifest(prefix))
+    capability = sdk.publish((made.keys, made.values, made.token_ids))
+    assert capability.scope == "request"
+    assert holds(sdk, capability, made)
+    legacy = sdk.source(made.token_ids).legacy_manifest()
+    assert outcome(lambda: sdk.find(legacy, sdk.source(made.token_ids), made.token_ids)) == "tokens"
+
+
+def test_scope_prefix_is_for_listed_transforms(sdk: Sdk, prefix: Prefix) -> None:
+    """The listed transform is shared like its prefix, and found by everybody who may share that."""
+    made = artifact(prefix, recency(prefix))
+    assert holds(sdk, sdk.publish(made), made)
+    assert holds(sdk, sdk.find(recency(prefix), prefix.source, ids()), made)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": "2"},
+        {"version": "1.0"},
+        {"version": "10"},
+        {"algorithm": "recency2"},
+        {"algorithm": "ecency"},
+        {"algorithm": "snapkv"},
+        {"algorithm": "other", "version": "1"},
+    ],
+    ids=str,
+)
+def test_scope_prefix_is_refused_to_every_other_transform(sdk: Sdk, prefix: Prefix, change: dict[str, str]) -> None:
+    """Name and version must be listed exactly: a version that nobody vouched for is another transform."""
+    made = artifact(prefix, recency(prefix, **change))
+    failure = refusal(lambda: sdk.publish(made))
+    assert (failure.code, failure.field) == ("denied", "manifest.scope")
+
+
+def test_scope_global_is_refused_where_the_operator_has_not_allowed_it(
+    client: GatewayClient, engine: SdkEngine, prefix: Prefix
+) -> None:
+    """Even a listed transform is not shared between domains by default, and no shared key is handed out."""
+    opened: ModelOpened = ask(client, OpenModel(handle=engine.handle, model=None))
+    assert opened.shared_token_key is None
+    made = artifact(prefix, recency(prefix))
+    wide = dataclasses.replace(made.manifest, scope="global")
+    failure = refusal(lambda: ask(client, open_variant(engine, made, manifest=wide)))
+    assert (failure.code, failure.field) == ("denied", "scope")
+    message = DescribeSource(
+        handle=engine.handle, adapter=None, salt=None, scope="global", tokens=b"", source_tokens=1, tail=makers.name("t")
+    )
+    assert refusal(lambda: ask(client, message)).field == "scope"
+
+
+def test_scope_global_is_shared_between_domains_where_it_is_allowed() -> None:
+    """With the setting, two domains of one deployment find one artifact of a listed transform; prefix scope stays apart."""
+    settings: dict[str, Any] = {"determined_transforms": LISTED, "cross_domain": True}
+    folder = folder_of(settings)
+    running = GatewayThread(config(folder, **settings)).start()
+    try:
+        engines = [SdkEngine(running.socket, credential=one) for one in (None, TENANT)]
+        for one in engines:
+            one.store(SOURCE)
+        with Sdk(running.socket) as mine, Sdk(running.socket, credential=TENANT) as theirs:
+            here, there = mine.fetch(SOURCE), theirs.fetch(SOURCE)
+            made = artifact(here, recency(here, scope="global"))
+            capability = mine.publish(made)
+            assert recency(there, scope="global") == made.manifest
+            assert holds(mine, capability, made)
+            own = theirs.find(recency(there, scope="global"), there.source, ids())
+            assert holds(theirs, own, made)
+            assert outcome(lambda: theirs.restore(capability)) == "capability"
+            mine.publish(artifact(here, recency(here)))
+            assert found(theirs, recency(there), there) == "tokens"
+            assert found(theirs, recency(there, scope="global", version="1", parameters={"ratio": "1"}), there) == "tokens"
+            assert outcome(lambda: mine.fetch(ids())) == "gone"
+        for one in engines:
+            one.close()
+    finally:
+        running.stop()
+        shutil.rmtree(folder)
