@@ -40,7 +40,7 @@ from kvgate.transfer import (
     TransferUnavailable,
     WorkerProcess,
 )
-from kvgate.transfer.supervisor import STORE_SHARE, TransferProcesses
+from kvgate.transfer.supervisor import TransferProcesses
 
 CALL_S = 60.0
 MOVE_S = 20.0
@@ -51,12 +51,10 @@ DEFAULT = "default"
 CHUNK_BYTES = 32 << 20
 KINDS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
-    "unpaced": {"store_share": 0.0},
-    "paced": {"load_share": STORE_SHARE},
-    "group1": {"stage_bytes": 2 * CHUNK_BYTES, "store_share": 0.0},
-    "group16": {"stage_bytes": 32 * CHUNK_BYTES, "store_share": 0.0},
+    "group1": {"stage_bytes": 2 * CHUNK_BYTES},
+    "group16": {"stage_bytes": 32 * CHUNK_BYTES},
 }
-"""Kinds of process that are compared: with stores or loads that leave a busy GPU to the engine, and by payloads a launch."""
+"""Kinds of process that are compared: by payloads a launch moves, by their stages' size."""
 
 
 class EngineProcess:
@@ -105,13 +103,16 @@ class Bench:
         self.handles: dict[tuple[str, str], PageHandle] = {}
         raw = shape.layers * 2 * shape.kv_heads * CHUNK_TOKENS * shape.head_dim * 2
         self.payload_bytes = raw
-        slot = -(-raw // ALIGN_BYTES) * ALIGN_BYTES
+        slot = -(-raw // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES  # an envelope in front
         self.pool = PoolInfo(f"kvgate_bench_{os.getpid()}", slot * shape.chunks, ALIGN_BYTES, GENERATION)
         per_chunk = CHUNK_TOKENS // BLOCK_TOKENS
         # Blocks in a scattered order: as after hours of serving, and the same in every run.
         order = [index * 7919 % shape.blocks for index in range(shape.blocks)]
         self.tables = [order[at : at + per_chunk] for at in range(0, shape.blocks, per_chunk)]
-        self.moves = [MoveSpec(index * slot, struct.pack(f"<{per_chunk}I", *table)) for index, table in enumerate(self.tables)]
+        self.moves = [
+            MoveSpec(index * slot + ALIGN_BYTES, struct.pack(f"<{per_chunk}I", *table))
+            for index, table in enumerate(self.tables)
+        ]
         self.used_mib = gpu_used_mib()
         self.engine: EngineProcess
 
@@ -158,14 +159,16 @@ class Bench:
             print(f"FAILED {work.__name__}\n{traceback.format_exc()}", flush=True)
         print(f"-- {work.__name__}: {time.perf_counter() - begin:.1f} s", flush=True)
 
-    async def move(self, way: str, kind: str, codec: str, moves: Sequence[MoveSpec], digest: bool) -> float:
-        """Seconds of one pack or unpack, from asking to the answer."""
+    async def move(
+        self, way: str, kind: str, codec: str, moves: Sequence[MoveSpec], digest: bool, paced: bool | None = None
+    ) -> float:
+        """Seconds of one pack or unpack, from asking to the answer. paced: stores are and loads are not unless it is said."""
         mover, handle = self.movers[kind], self.handles[kind, codec]
         begin = time.perf_counter()
         if way == "store":
-            await mover.pack(handle, GENERATION, moves, MOVE_S, digest=digest)
+            await mover.pack(handle, GENERATION, moves, MOVE_S, digest=digest, paced=paced is not False)
         else:
-            await mover.unpack(handle, GENERATION, moves, MOVE_S, digest=digest)
+            await mover.unpack(handle, GENERATION, moves, MOVE_S, digest=digest, paced=paced is True)
         return time.perf_counter() - begin
 
     # The cases.
@@ -269,15 +272,14 @@ class Bench:
     async def interference(self) -> None:
         """How much products in the engine slow down while chunks move all the time; and what rate those reach meanwhile."""
         for way in ("store", "load"):
-            for digest in (True, False):
-                await self.interfered(DEFAULT, [way], digest)
-                await self.interfered("worker", [way], digest)
-        await self.interfered(DEFAULT, ["store", "load"], True)
-        await self.interfered("paced", ["load"], True)
-        for kind in ("unpaced", "group1", "group16"):
-            await self.interfered(kind, ["store"], True)
+            for paced in (True, False):
+                await self.interfered(DEFAULT, [way], True, paced)
+            await self.interfered(DEFAULT, [way], False, True)
+            await self.interfered("worker", [way], True, False)
+        await self.interfered(DEFAULT, ["store", "load"], True, True)
+        await self.interfered("group16", ["store"], True, False)
 
-    async def interfered(self, kind: str, ways: Sequence[str], digest: bool) -> None:
+    async def interfered(self, kind: str, ways: Sequence[str], digest: bool, paced: bool) -> None:
         """One kind of process, or the engine itself as ``worker``."""
         products = 40 if self.shape.device == "cuda" else 2
         slowdowns: list[float] = []
@@ -289,7 +291,7 @@ class Bench:
             else:
                 begin = time.perf_counter()
                 stop = asyncio.Event()
-                loops = [asyncio.create_task(self.keep_moving(way, kind, stop, digest)) for way in ways]
+                loops = [asyncio.create_task(self.keep_moving(way, kind, stop, digest, paced)) for way in ways]
                 await asyncio.sleep(0.05)
                 beside = statistics.median([await self.engine.ask("matmul", products) for _ in range(3)])
                 stop.set()
@@ -297,17 +299,17 @@ class Bench:
                 took_s = time.perf_counter() - begin
             rates.append(took_s / max(1, moved))
             slowdowns.append(max(0.0, (beside / alone - 1) * 100))
-        suffix = f"{'.digest' if digest else ''}{'' if kind == DEFAULT else f'.{kind}'}.h200"
+        suffix = f"{'.paced' if paced else ''}{'.digest' if digest else ''}{'' if kind == DEFAULT else f'.{kind}'}.h200"
         self.report.number(f"transfer.interference.{'-'.join(ways)}{suffix}", "%", slowdowns, limit=3.0)
         self.report.rate(f"transfer.beside-matmul.{'-'.join(ways)}{suffix}", self.payload_bytes, rates)
 
-    async def keep_moving(self, way: str, kind: str, stop: asyncio.Event, digest: bool) -> int:
+    async def keep_moving(self, way: str, kind: str, stop: asyncio.Event, digest: bool, paced: bool) -> int:
         """Move half of the chunks again and again; how many were moved."""
         half = len(self.moves) // 2
         mine = self.moves[:half] if way == "load" else self.moves[half:]
         moved = 0
         while not stop.is_set():
-            await self.move(way, kind, "raw", mine, digest)
+            await self.move(way, kind, "raw", mine, digest, paced)
             moved += len(mine)
         return moved
 

@@ -79,14 +79,13 @@ class Packer:
         threads: int | None = None,
         pool: memoryview | None = None,
         stage_bytes: int = 0,
-        pack_share: float = 0.0,
-        unpack_share: float = 0.0,
+        busy_share: float = 0.0,
     ) -> None:
         """pages, payload: geometries that agree. tensors: one per layer, as the engine registered them (shapes: ``PageLayout``).
 
         backend: the name of one backend, to force it. threads: host threads; default all cores of the process's affinity.
         pool: all the host memory that payloads lie in; a GPU backend page-locks it until ``close``, so that copies run at the
-        bus's speed. stage_bytes, pack_share, unpack_share: for a GPU backend, see ``Options``.
+        bus's speed. stage_bytes, busy_share: for a GPU backend, see ``Options``.
         Raises ``GeometryError`` (``UnsupportedLayout``, ``UnsupportedCodec``) when nothing may move these pages.
         """
         payload.check_matches(pages)
@@ -95,7 +94,7 @@ class Packer:
         count = default_threads() if threads is None else threads
         if not 1 <= count <= MAX_THREADS:
             raise GeometryError(f"threads must be 1..{MAX_THREADS}, got {count}")
-        self._backend, self._reason = self._choose(backend, Options(count, pool, stage_bytes, pack_share, unpack_share))
+        self._backend, self._reason = self._choose(backend, Options(count, pool, stage_bytes, busy_share))
 
     def _choose(self, wanted: str | None, options: Options) -> tuple[Backend, str]:
         reasons: list[str] = []

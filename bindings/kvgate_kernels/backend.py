@@ -26,14 +26,14 @@ class Options:
     """threads: host threads. pool: all the host memory that payloads come from, for a GPU backend to page-lock.
 
     stage_bytes: device memory that a GPU backend may take in each direction for payloads on their way; 0 for its own choice.
-    pack_share, unpack_share: the most of a busy device's time that its kernels may take from other processes; 0 for no bound.
+    busy_share: the most of a busy device's time that its kernels take in calls that nobody waits for (``gpu_lanes.unhurried``);
+    0 for its own choice.
     """
 
     threads: int
     pool: memoryview | None = None
     stage_bytes: int = 0
-    pack_share: float = 0.0
-    unpack_share: float = 0.0
+    busy_share: float = 0.0
 
 
 class Backend(Protocol):

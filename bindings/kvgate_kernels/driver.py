@@ -18,14 +18,38 @@ _ALREADY_REGISTERED = 712
 _IPC_LAZY_PEER_ACCESS = 1
 _RANGE_START, _RANGE_SIZE = 11, 12
 IPC_HANDLE_BYTES = 64
+MAX_PITCH_BYTES = (1 << 31) - 1
+_HOST, _DEVICE = 1, 2
 
 
 class DriverError(RuntimeError):
     """A CUDA driver call failed; the message has the call and the driver's own words."""
 
 
+_SIDE = (
+    ("x", C.c_size_t),
+    ("y", C.c_size_t),
+    ("type", C.c_int),
+    ("host", C.c_uint64),
+    ("device", C.c_uint64),
+    ("array", C.c_void_p),
+    ("pitch", C.c_size_t),
+)
+
+
 class _IpcHandle(C.Structure):
     _fields_ = (("reserved", C.c_ubyte * IPC_HANDLE_BYTES),)
+
+
+class _Copy2D(C.Structure):
+    """``CUDA_MEMCPY2D``."""
+
+    _fields_ = (
+        *((f"src_{name}", kind) for name, kind in _SIDE),
+        *((f"dst_{name}", kind) for name, kind in _SIDE),
+        ("width", C.c_size_t),
+        ("height", C.c_size_t),
+    )
 
 
 @functools.cache
@@ -37,6 +61,7 @@ def library() -> C.CDLL:
         raise DriverError(f"libcuda.so.1 does not load: {error}") from error
     cuda.cuLaunchKernel.argtypes = [C.c_void_p, *[C.c_uint] * 7, C.c_void_p, C.c_void_p, C.c_void_p]
     cuda.cuMemcpyAsync.argtypes = [C.c_uint64, C.c_uint64, C.c_size_t, C.c_void_p]
+    cuda.cuMemcpy2DAsync_v2.argtypes = [C.c_void_p, C.c_void_p]
     cuda.cuMemHostRegister_v2.argtypes = [C.c_void_p, C.c_size_t, C.c_uint]
     cuda.cuMemHostUnregister.argtypes = [C.c_void_p]
     cuda.cuModuleLoadData.argtypes = [C.c_void_p, C.c_char_p]
@@ -101,6 +126,19 @@ class Kernel:
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     """Queues a copy between any two addresses; it overlaps with other work where host memory is page-locked."""
     check(library().cuMemcpyAsync(target, source, nbytes, stream), "cuMemcpyAsync")
+
+
+def copy_rows(target: int, source: int, width: int, rows: int, pitches: tuple[int, int], stream: int, *, out: bool) -> None:
+    """Queues a copy of ``rows`` rows of ``width`` bytes, ``pitches`` apart (target's, source's); ``out``: from device to host."""
+    if rows == 1:
+        copy(target, source, width, stream)
+        return
+    job = _Copy2D(width=width, height=rows, src_pitch=pitches[1], dst_pitch=pitches[0])
+    if out:
+        job.src_type, job.src_device, job.dst_type, job.dst_host = _DEVICE, source, _HOST, target
+    else:
+        job.src_type, job.src_host, job.dst_type, job.dst_device = _HOST, source, _DEVICE, target
+    check(library().cuMemcpy2DAsync_v2(C.byref(job), stream), "cuMemcpy2DAsync")
 
 
 def lock_pages(address: int, nbytes: int) -> bool:

@@ -13,7 +13,7 @@ import torch
 from kvgate_kernels import driver
 from kvgate_kernels.backend import Backend, BackendFactory, NativeUnavailable, Options
 from kvgate_kernels.geometry import Codec, PayloadGeometry
-from kvgate_kernels.gpu_lanes import STAGE_BYTES, Batch, Lane, groups, pack_groups, unpack_groups
+from kvgate_kernels.gpu_lanes import BUSY_SHARE, STAGE_BYTES, Batch, Lane, groups, is_unhurried, pack_groups, unpack_groups
 from kvgate_kernels.gpu_plan import (
     CODED_SIGNATURE,
     GATHER_SIGNATURE,
@@ -211,8 +211,8 @@ class GpuBackend:
         self._payload = payload
         self._kernels = GpuKernels(code, pages, payload)
         stage_bytes = options.stage_bytes or STAGE_BYTES
-        shares = {True: options.pack_share, False: options.unpack_share}
-        self._lanes = {way: Lane(pages.device, payload.payload_bytes, stage_bytes, share) for way, share in shares.items()}
+        share = options.busy_share or BUSY_SHARE
+        self._lanes = {way: Lane(pages.device, payload.payload_bytes, stage_bytes, share) for way in (True, False)}
         self._locked = 0
         self._pool = pool
         if pool is not None:
@@ -282,9 +282,7 @@ class GpuBackend:
         return digests, faults
 
     def _finish(self, lane: Lane, tables: torch.Tensor, out: torch.Tensor | None, count: int) -> tuple[list[bytes], list[int]]:
-        for stage in lane.stages:
-            stage.done.synchronize()
-        lane.copy.synchronize()
+        lane.wait_for_copies()
         lane.work.synchronize()
         faults = tables[-count:].cpu().nonzero().flatten().tolist() if self._payload.codec is not Codec.RAW else []
         digests = [row.tobytes() for row in out.cpu().numpy()] if out is not None else []
@@ -323,7 +321,7 @@ class GpuBackend:
                 self._kernels.hash(tables, first, n, room, out, stream)
 
         batch = Batch(size, [move.address for move in moves], places, move, hash_)
-        (pack_groups if pack else unpack_groups)(lane, batch, plan)
+        (pack_groups if pack else unpack_groups)(lane, batch, plan, paced=is_unhurried())
         return self._finish(lane, tables, out, count)
 
 

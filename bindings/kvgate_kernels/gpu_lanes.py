@@ -1,8 +1,8 @@
 """The way between pages and host memory: groups of payloads in device memory, one at work while the other is copied.
 
 Two processes on one device take turns with its processors (copy engines go on beside them). So a launch costs the engine not only
-its own time, but the change from the engine's work to ours and back: as many payloads as have room go in one launch. And where the
-engine is busy (our kernels wait for their turn), a lane rests after each, so that it takes no more than a share of the device's time.
+its own time, but the change from the engine's work to ours and back: as many payloads as have room go in one launch. And a call
+that nobody waits for rests after each where the engine is busy, so that it takes no more than a share of the device's time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,64 +20,98 @@ from kvgate_kernels import driver
 STAGE_BYTES = 512 << 20
 """Device memory for payloads on their way, in each direction: half of it for either group."""
 
-_GUESS_S_PER_BYTE = 1 / 0.6e12
-"""Of kernels alone on the device, before it is measured: packing and hashing on a fast one."""
-_TELLING_BYTES = 64 << 20
-"""Smaller groups tell nothing of it: their launch takes as long."""
-_SLACK_S = 3e-4
-_SWITCH_S = 1.5e-4
-"""What the change to our work and back costs others, about."""
+BUSY_SHARE = 0.025
+"""Of a busy device's time, for calls that nobody waits for."""
 
 _FIRST, _SECOND = 1, 4
 """Payloads of the groups at the end of a call where the copies can't begin, or aren't awaited, any earlier: a pack's first ones, an
 unpack's last ones."""
 
+_GUESS_S_PER_BYTE = 1 / 0.6e12
+"""Of kernels alone on the device, before it is measured: packing and hashing on a fast one."""
+_TELLING_BYTES = 64 << 20
+"""Smaller groups tell nothing of it, nor whether others are at work: their launch takes as long."""
+_SLACK_S = 1.5e-4
+_SWITCH_S = 4e-4
+"""What a group costs others beside its own time, about: the change to our work and back, twice with digests, and cold caches."""
+_BUSY_S = 0.25
+"""A device counts as busy for so long after kernels had to wait: they don't always have to."""
+_KEPT, _ENOUGH = 0.7, 1.2
+"""What a late group still counts after the next one, and the sum that means busy: two of five, since one may be chance."""
 
-@dataclass
-class Stage:
-    """Device room for one group on its way to or from host memory."""
+_LINK_BYTES_PER_S = 64e9
+"""No bus is faster: until then copies need not be looked after."""
+_SPIN_S = 5e-4
+"""Before the end of copies a thread stops to sleep: waking up takes about as long."""
 
-    buffer: torch.Tensor
-    ready: torch.cuda.Event
-    done: torch.cuda.Event
+_caller = threading.local()
+
+
+@contextmanager
+def unhurried() -> Iterator[None]:
+    """Calls of this thread inside are waited for by nobody: they leave a busy device to others."""
+    _caller.unhurried = True
+    try:
+        yield
+    finally:
+        _caller.unhurried = False
+
+
+def is_unhurried() -> bool:
+    """Whether this thread is inside ``unhurried``."""
+    return bool(getattr(_caller, "unhurried", False))
 
 
 class Pacer:
-    """Lets kernels rest between groups while others wait for the device, so that ours take at most ``share`` of its time; 0: never."""
+    """Lets kernels rest between groups while others want the device, so that ours take at most ``share`` of its time."""
 
     def __init__(self, share: float) -> None:
         self._share = share
         self._best_s_per_byte = _GUESS_S_PER_BYTE
         self._began_at = 0.0
+        self._late = 0.0
+        self._busy_until = 0.0
 
     def begin(self) -> None:
         """The group's kernels are launched, and nothing of ours keeps them waiting."""
         self._began_at = time.monotonic()
 
     def end(self, nbytes: int) -> None:
-        """They are through. Sleeps where they had to wait for others."""
-        took_s = time.monotonic() - self._began_at
+        """They are through. Sleeps where they had to wait for others, then or a moment ago."""
+        now = time.monotonic()
+        took_s = now - self._began_at
         if nbytes >= _TELLING_BYTES:
             self._best_s_per_byte = min(self._best_s_per_byte, took_s / nbytes)
-        if not self._share:
-            return
-        alone_s = nbytes * self._best_s_per_byte
-        if took_s > 2 * alone_s + _SLACK_S:
-            time.sleep(max(0.0, (alone_s + _SWITCH_S) / self._share - took_s))
+            late = took_s > 1.4 * nbytes * self._best_s_per_byte + _SLACK_S
+            self._late = _KEPT * self._late + late
+            if late and self._late > _ENOUGH:
+                self._busy_until = now + _BUSY_S
+        if now < self._busy_until:
+            time.sleep(max(0.0, (nbytes * self._best_s_per_byte + _SWITCH_S) / self._share - took_s))
+
+
+@dataclass
+class Stage:
+    """Device room for one group on its way. Events: its kernels are through, its copies are through."""
+
+    buffer: torch.Tensor
+    kernels: torch.cuda.Event
+    copies: torch.cuda.Event
 
 
 class Lane:
     """One direction's streams and stages. Used by one call at a time: the bus is the limit, not the number of calls."""
 
     def __init__(self, device: torch.device, payload_bytes: int, stage_bytes: int, share: float) -> None:
-        self.pacer = Pacer(share)
         self.lock = threading.Lock()
         self.work = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.stages: list[Stage] = []
+        self.pacer = Pacer(share)
         self._device = device
         self._bytes = payload_bytes
         self._most = max(1, stage_bytes // 2 // payload_bytes)
+        self._copies_end_at = 0.0
 
     def prepare(self, count: int) -> int:
         """Make room for a call of ``count`` payloads; how many a group may have. Nothing is under way.
@@ -98,10 +133,20 @@ class Lane:
             self.stages.append(self._stage(have))
         return have
 
+    def copies_begin(self, nbytes: int) -> None:
+        """So much was queued on ``copy``."""
+        self._copies_end_at = max(time.monotonic(), self._copies_end_at) + nbytes / _LINK_BYTES_PER_S
+
+    def wait_for_copies(self) -> None:
+        """Wait for everything on ``copy``."""
+        wait_s = self._copies_end_at - time.monotonic()
+        if wait_s > _SPIN_S:
+            time.sleep(wait_s - _SPIN_S)
+        self.copy.synchronize()
+
     def _stage(self, payloads: int) -> Stage:
-        # A thread sleeps while it waits for ``done``: copies take long.
-        ready, done = (torch.cuda.Event(blocking=long) for long in (False, True))  # type: ignore[no-untyped-call]
-        return Stage(torch.empty(payloads * self._bytes, dtype=torch.uint8, device=self._device), ready, done)
+        kernels, copies = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        return Stage(torch.empty(payloads * self._bytes, dtype=torch.uint8, device=self._device), kernels, copies)
 
 
 @dataclass(frozen=True)
@@ -117,44 +162,76 @@ class Batch:
     move: Callable[[int, int], None]
     hash: Callable[[int, int], None]
 
+    def copy(self, lane: Lane, first: int, n: int, *, out: bool) -> None:
+        """Queues a group's copies: one for each run of payloads that lie equally far apart in host memory."""
+        size = self.payload_bytes
+        for start, rows, pitch in runs(self.hosts[first : first + n], size):
+            host, place = self.hosts[first + start], self.places[first + start]
+            target, source = (host, place) if out else (place, host)
+            pitches = (pitch, size) if out else (size, pitch)
+            driver.copy_rows(target, source, size, rows, pitches, lane.copy.cuda_stream, out=out)
+        lane.copies_begin(n * size)
 
-def pack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]]) -> None:
-    """Queues everything from pages to host memory. The last copies may be under way when it returns."""
+
+def runs(addresses: Sequence[int], size: int) -> list[tuple[int, int, int]]:
+    """Cuts addresses into runs of equal distances of at least ``size``: first index, length and distance of each."""
+    found: list[tuple[int, int, int]] = []
+    for at, address in enumerate(addresses):
+        if found:
+            start, rows, pitch = found[-1]
+            step = address - addresses[at - 1]
+            if step >= size and (rows == 1 or step == pitch) and step < driver.MAX_PITCH_BYTES:
+                found[-1] = (start, rows + 1, step)
+                continue
+        found.append((at, 1, size))
+    return found
+
+
+def pack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], *, paced: bool) -> None:
+    """Queues everything from pages to host memory; it is under way when this returns."""
     for turn, (first, n) in enumerate(plan):
         stage = lane.stages[turn % 2]
         if turn >= 2:
-            stage.done.synchronize()
+            lane.work.wait_event(stage.copies)
+            if paced:
+                stage.copies.synchronize()
         lane.pacer.begin()
         batch.move(first, n)
-        stage.ready.record(lane.work)
-        lane.copy.wait_event(stage.ready)
-        for host, place in zip(batch.hosts[first : first + n], batch.places[first : first + n], strict=True):
-            driver.copy(host, place, batch.payload_bytes, lane.copy.cuda_stream)
-        stage.done.record(lane.copy)
+        stage.kernels.record(lane.work)
+        lane.copy.wait_event(stage.kernels)
+        batch.copy(lane, first, n, out=True)
+        stage.copies.record(lane.copy)
         batch.hash(first, n)  # beside the copies
-        lane.work.synchronize()
-        lane.pacer.end(n * batch.payload_bytes)
+        if paced:
+            lane.work.synchronize()
+            lane.pacer.end(n * batch.payload_bytes)
 
 
-def unpack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]]) -> None:
-    """Everything from host memory to pages; it is done when this returns."""
+def unpack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], *, paced: bool) -> None:
+    """Queues everything from host memory to pages; it is under way when this returns."""
 
     def copy_in(turn: int) -> None:
         stage, (first, n) = lane.stages[turn % 2], plan[turn]
-        for host, place in zip(batch.hosts[first : first + n], batch.places[first : first + n], strict=True):
-            driver.copy(place, host, batch.payload_bytes, lane.copy.cuda_stream)
-        stage.done.record(lane.copy)
+        if turn >= 2:
+            lane.copy.wait_event(stage.kernels)
+        batch.copy(lane, first, n, out=False)
+        stage.copies.record(lane.copy)
 
     copy_in(0)
     for turn, (first, n) in enumerate(plan):
+        stage = lane.stages[turn % 2]
         if turn + 1 < len(plan):
-            copy_in(turn + 1)  # the kernels that read that stage are through
-        lane.stages[turn % 2].done.synchronize()
+            copy_in(turn + 1)
+        lane.work.wait_event(stage.copies)
+        if paced:
+            stage.copies.synchronize()
         lane.pacer.begin()
         batch.hash(first, n)
         batch.move(first, n)
-        lane.work.synchronize()
-        lane.pacer.end(n * batch.payload_bytes)
+        stage.kernels.record(lane.work)
+        if paced:
+            lane.work.synchronize()
+            lane.pacer.end(n * batch.payload_bytes)
 
 
 def groups(count: int, most: int, *, pack: bool) -> list[tuple[int, int]]:

@@ -105,11 +105,13 @@ class PageMover(Protocol):
         *,
         ready: bytes | None = None,
         digest: bool = True,
+        paced: bool = True,
     ) -> list[Packed]:
         """Pages → slots, in the order of ``moves``. generation: of the pool that the slots are in.
 
         ready: handle of an interprocess CUDA event that the engine recorded behind its last write of these pages; the copy waits
-        for it. Raises ``MoveRefused`` before anything is written, and ``TransferUnavailable``.
+        for it, until the deadline. paced: nobody waits for this: leave a busy GPU to its engine, and take longer.
+        Raises ``MoveRefused`` before anything is written, and ``TransferUnavailable``.
         """
         ...
 
@@ -123,11 +125,13 @@ class PageMover(Protocol):
         ready: bytes | None = None,
         digest: bool = True,
         gate: int | None = None,
+        paced: bool = False,
     ) -> list[bytes]:
         """Slots → pages; the digest of each payload as it was copied, for the caller to compare. Returns after the last write.
 
         ready: as for ``pack``, recorded behind the engine's last read of the old contents. gate: this load's place in the worker's
-        gate, required where one was attached. Raises like ``pack``, and ``MoveRefused`` where the worker has given the load up.
+        gate, required where one was attached. paced: as for ``pack``: for loads that hold up no step of the engine.
+        Raises like ``pack``, and ``MoveRefused`` where the worker has given the load up.
         """
         ...
 

@@ -24,7 +24,7 @@ class ChildSettings:
     """How a process is started. threads: host threads of the kernels, 0 for all cores it may use.
 
     stage_bytes: GPU memory for payloads on their way, in each direction and for each worker; 0 for the kernels' own choice.
-    store_share, load_share: the most of a busy GPU's time that stores, or loads, may take from the engines; 0 for no bound.
+    busy_share: the most of a busy GPU's time that moves which nobody waits for take from the engines; 0 likewise.
     """
 
     python: str
@@ -32,8 +32,7 @@ class ChildSettings:
     start_timeout_s: float
     threads: int = 0
     stage_bytes: int = 0
-    store_share: float = 0.0
-    load_share: float = 0.0
+    busy_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class Child:
                 str(os.getpid()),
             ]
             arguments += ["--threads", str(settings.threads), "--stage-bytes", str(settings.stage_bytes)]
-            arguments += ["--store-share", str(settings.store_share), "--load-share", str(settings.load_share)]
+            arguments += ["--busy-share", str(settings.busy_share)]
             process = await asyncio.create_subprocess_exec(
                 settings.python,
                 "-m",

@@ -158,6 +158,7 @@ class Device:
         deadline_s: float,
         ready: bytes | None,
         digest: bool,
+        paced: bool,
         gate: int | None,
     ) -> Any:
         """The answer to one PACK or UNPACK. See ``Child.move`` for what an exception says of the slots."""
@@ -169,7 +170,7 @@ class Device:
         if child.connection.in_flight >= self._limits.max_calls:
             raise TransferBusy("too many transfers are under way on this device")
         try:
-            body = MoveBody.of(handle.number, generation, moves, ready, digest, gate).to_value()
+            body = MoveBody.of(handle.number, generation, moves, ready, digest, paced, gate).to_value()
         except WireError as error:
             raise MoveRefused(str(error)) from None
         began_at = asyncio.get_running_loop().time()

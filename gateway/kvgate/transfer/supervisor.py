@@ -23,8 +23,6 @@ from kvgate.transfer.records import MoveSpec, Packed, PageExport, PageHandle, Pa
 from kvgate.transfer.wire import MODULE, Op, WireError, unpack_digests, unpack_result
 
 MAX_DEVICES: Final = 32
-STORE_SHARE: Final = 0.02
-"""Nobody waits for a store: it leaves a busy engine the rest."""
 _END_S = 5.0
 
 _log = structlog.get_logger(__name__)
@@ -46,18 +44,17 @@ class TransferProcesses:
         python: str = sys.executable,
         threads: int = 0,
         stage_bytes: int = 0,
-        store_share: float = STORE_SHARE,
-        load_share: float = 0.0,
+        busy_share: float = 0.0,
         start_timeout_s: float = 120.0,
         grace_s: float = 2.0,
         exit_s: float = 10.0,
         limits: Limits | None = None,
     ) -> None:
-        """owner: from ``owner_of``. threads, stage_bytes, store_share, load_share: see ``ChildSettings``.
+        """owner: from ``owner_of``. threads, stage_bytes, busy_share: see ``ChildSettings``.
 
         grace_s, exit_s: see ``Patience``.
         """
-        self._settings = ChildSettings(python, owner, start_timeout_s, threads, stage_bytes, store_share, load_share)
+        self._settings = ChildSettings(python, owner, start_timeout_s, threads, stage_bytes, busy_share)
         self._patience = Patience(grace_s, exit_s)
         self._limits = limits or Limits()
         self._devices: dict[str, Device] = {}
@@ -106,9 +103,10 @@ class TransferProcesses:
         *,
         ready: bytes | None = None,
         digest: bool = True,
+        paced: bool = True,
     ) -> list[Packed]:
         """See ``PageMover``."""
-        body = await self._move(Op.PACK, handle, generation, moves, deadline_s, ready, digest)
+        body = await self._move(Op.PACK, handle, generation, moves, deadline_s, ready, digest, paced)
         return self._read(lambda: unpack_result(body, len(moves), digest))
 
     async def unpack(
@@ -121,9 +119,10 @@ class TransferProcesses:
         ready: bytes | None = None,
         digest: bool = True,
         gate: int | None = None,
+        paced: bool = False,
     ) -> list[bytes]:
         """See ``PageMover``."""
-        body = await self._move(Op.UNPACK, handle, generation, moves, deadline_s, ready, digest, gate)
+        body = await self._move(Op.UNPACK, handle, generation, moves, deadline_s, ready, digest, paced, gate)
         return self._read(lambda: unpack_digests(body, len(moves), digest))
 
     async def detach(self, handle: PageHandle) -> None:
@@ -160,13 +159,14 @@ class TransferProcesses:
         deadline_s: float,
         ready: bytes | None,
         digest: bool,
+        paced: bool,
         gate: int | None = None,
     ) -> Any:
         """One call to its end, also where its caller is cancelled meanwhile: the slots stay the caller's until then."""
         device = self._devices.get(handle.device)
         if device is None:
             raise TransferUnavailable("the pages are not attached any more: attach them again")
-        work = asyncio.ensure_future(device.move(op, handle, generation, moves, deadline_s, ready, digest, gate))
+        work = asyncio.ensure_future(device.move(op, handle, generation, moves, deadline_s, ready, digest, paced, gate))
         cancelled: asyncio.CancelledError | None = None
         while not work.done():
             try:

@@ -56,6 +56,7 @@ class MoveBody:
     number: int
     generation: int
     digest: bool
+    paced: bool
     ready: bytes | None
     gate: int | None
     offsets: tuple[int, ...]
@@ -64,7 +65,14 @@ class MoveBody:
 
     @classmethod
     def of(
-        cls, number: int, generation: int, moves: Sequence[MoveSpec], ready: bytes | None, digest: bool, gate: int | None
+        cls,
+        number: int,
+        generation: int,
+        moves: Sequence[MoveSpec],
+        ready: bytes | None,
+        digest: bool,
+        paced: bool,
+        gate: int | None,
     ) -> Self:
         """From the daemon's moves. Raises ``WireError`` for too many, and for block lists of unequal or odd lengths."""
         lengths = {len(move.blocks) for move in moves}
@@ -78,6 +86,7 @@ class MoveBody:
             number,
             generation,
             digest,
+            paced,
             ready,
             gate,
             tuple(move.offset for move in moves),
@@ -91,17 +100,18 @@ class MoveBody:
             offsets, skips = (struct.pack(f"<{len(numbers)}Q", *numbers) for numbers in (self.offsets, self.skips))
         except struct.error as error:
             raise WireError("an offset or a skip is no unsigned 64-bit number") from error
-        return [self.number, self.generation, self.digest, self.ready, self.gate, offsets, skips, self.blocks]
+        return [self.number, self.generation, self.digest, self.paced, self.ready, self.gate, offsets, skips, self.blocks]
 
     @classmethod
     def from_value(cls, value: Any) -> Self:
         """The reverse."""
-        number, generation, digest, ready, gate, offsets, skips, blocks = value
+        number, generation, digest, paced, ready, gate, offsets, skips, blocks = value
         count = len(offsets) // 8
         return cls(
             number,
             generation,
             digest,
+            paced,
             ready,
             gate,
             struct.unpack(f"<{count}Q", offsets),

@@ -30,8 +30,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--stage-bytes", type=int, default=0)
-    parser.add_argument("--store-share", type=float, default=0.0)
-    parser.add_argument("--load-share", type=float, default=0.0)
+    parser.add_argument("--busy-share", type=float, default=0.0)
     options = parser.parse_args()
     _end_with(options.parent)
     # These reach the whole group: the daemon decides when this ends.
@@ -56,7 +55,7 @@ def main() -> None:
             from kvgate.transfer.process.serve import Server
 
             device = CpuDevice() if options.device == CPU_DEVICE else CudaDevice()
-            engine = Engine(device, Options(options.threads, options.stage_bytes, options.store_share, options.load_share))
+            engine = Engine(device, Options(options.threads, options.stage_bytes, options.busy_share))
             server = Server(connection, engine, device.enter)
         except (ImportError, RuntimeError) as error:
             text = f"the transfer process cannot use the device: {type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from kvgate.transfer.process.pages import MAX_BLOCKS, ImportedPages, ImportRefus
 from kvgate.transfer.records import BLOCK_ID_BYTES, PageExport, PayloadShape, WorkerProcess
 from kvgate.transfer.wire import MoveBody, pack_result
 from kvgate_kernels import ChunkMove, Codec, GeometryError, MoveError, NonFiniteValues, Packer, PayloadGeometry, driver
+from kvgate_kernels.gpu_lanes import unhurried
 
 MAX_HANDLES = 256
 _T = TypeVar("_T")
@@ -45,8 +46,7 @@ class Options:
 
     threads: int
     stage_bytes: int
-    store_share: float
-    load_share: float
+    busy_share: float
 
 
 class Attached:
@@ -131,8 +131,7 @@ class Engine:
             pages.tensors,
             threads=options.threads or None,
             stage_bytes=options.stage_bytes,
-            pack_share=options.store_share,
-            unpack_share=options.load_share,
+            busy_share=options.busy_share,
         )
         if packer.num_blocks >= MAX_BLOCKS:
             packer.close()
@@ -190,7 +189,8 @@ class Engine:
                 ]
                 packer = attached.packer
                 assert packer is not None  # it is in use
-                with self._device.ordered(body.ready, until), attached.allowed(body.gate, unpack):
+                hurry = unhurried() if body.paced else nullcontext()
+                with self._device.ordered(body.ready, until), attached.allowed(body.gate, unpack), hurry:
                     return run(packer, moves)
         except (PoolError, MoveError, NoSuchPool, EventRefused) as error:
             raise Refused(str(error)) from None
