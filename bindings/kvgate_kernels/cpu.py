@@ -28,9 +28,6 @@ TASKS_PER_THREAD = 4
 HASH_STEP_BYTES = 512 << 10
 """A payload is hashed in about these steps right beside its copy, while the bytes are in the core's own cache."""
 
-SHARED_HASH_STEP_BYTES = 4 << 20
-"""The steps where all threads work on one payload: they fit the shared cache."""
-
 HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -121,7 +118,7 @@ class CpuBackend:
         if not moves:
             return []
         if not digest:
-            self._move_units(kernel, job, range(len(moves)), range(self._units), 0)
+            self._move_units(kernel, job, range(len(moves)))
             return []
         if len(moves) < self.threads:
             return [self._move_shared(kernel, job, move, index, hash_first) for index, move in enumerate(moves)]
@@ -134,16 +131,16 @@ class CpuBackend:
             return [one(0)]
         return list(self._executor.map(one, range(len(moves))))
 
-    def _move_units(self, kernel: Callable[..., None], job: Job, moves: range, units: range, twin: int) -> None:
-        """Spreads moves × units over the threads. ``twin``: see ``kvgate_pack``; 0 for unpacking."""
-        total = len(moves) * len(units)
+    def _move_units(self, kernel: Callable[..., None], job: Job, moves: range) -> None:
+        """Spreads the moves' units over the threads."""
+        total = len(moves) * self._units
         if self.threads == 1 or total * self._unit_bytes <= INLINE_BYTES:
             for move in moves:
-                kernel(job.address, move, units.start, units.stop, twin)
+                kernel(job.address, move, 0, self._units, 0)
             return
-        step = min(len(units), max(1, total // (self.threads * TASKS_PER_THREAD)))
-        pieces = [(move, first, min(first + step, units.stop)) for move in moves for first in units[::step]]
-        for future in [self._executor.submit(kernel, job.address, *piece, twin) for piece in pieces]:
+        step = min(self._units, max(1, total // (self.threads * TASKS_PER_THREAD)))
+        pieces = [(move, first, min(first + step, self._units)) for move in moves for first in range(0, self._units, step)]
+        for future in [self._executor.submit(kernel, job.address, *piece, 0) for piece in pieces]:
             future.result()
 
     def _place(self, move: CheckedMove, units: range) -> tuple[int, int]:
@@ -151,15 +148,15 @@ class CpuBackend:
         begin = units.start // self._step_units * self._step_bytes
         return move.address + begin, -(-len(units) // self._step_units) * self._step_bytes
 
-    def _steps(self, most_bytes: int) -> list[range]:
-        """The payload's units in runs of whole hash steps, of about so many bytes."""
-        step = max(1, most_bytes // self._step_bytes) * self._step_units
+    def _steps(self) -> list[range]:
+        """The payload's units in runs of whole hash steps."""
+        step = max(1, HASH_STEP_BYTES // self._step_bytes) * self._step_units
         return [range(first, min(first + step, self._units)) for first in range(0, self._units, step)]
 
     def _move_hashed(self, kernel: Callable[..., None], job: Job, move: CheckedMove, index: int, hash_first: bool) -> bytes:
         """One payload on this thread, hashed step by step beside the copy."""
         hasher = blake3()
-        for units in self._steps(HASH_STEP_BYTES):
+        for units in self._steps():
             address, nbytes = self._place(move, units)
             if hash_first:
                 hasher.update(_bytes_at(address, nbytes))
@@ -171,19 +168,11 @@ class CpuBackend:
         return hasher.digest()
 
     def _move_shared(self, kernel: Callable[..., None], job: Job, move: CheckedMove, index: int, hash_first: bool) -> bytes:
-        """One payload on all threads."""
-        hasher = blake3(max_threads=self.threads)
-        moves = range(index, index + 1)
-        for units in self._steps(SHARED_HASH_STEP_BYTES):
-            address, nbytes = self._place(move, units)
-            if hash_first:
-                hasher.update(_bytes_at(address, nbytes))
-                self._move_units(kernel, job, moves, units, 0)
-            else:
-                twin = self._twin.at_least(nbytes)
-                self._move_units(kernel, job, moves, units, twin - address)
-                hasher.update(_bytes_at(twin, nbytes))
-        return hasher.digest()
+        """One payload on all threads. Copied and hashed as a whole: in steps, threads wait for each other more than memory costs."""
+        payload = _bytes_at(move.address, self._payload.payload_bytes)
+        digest = blake3(payload, max_threads=self.threads).digest() if hash_first else b""
+        self._move_units(kernel, job, range(index, index + 1))
+        return digest or blake3(payload, max_threads=self.threads).digest()
 
 
 def _bytes_at(address: int, nbytes: int) -> memoryview:
