@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvgate.contract.manifest import TransformManifest, position_map, retained
 from kvgate.contract.record import Record
 from kvgate.daemon.explain import reference
+from kvgate.daemon.explain_index import ExplainIndex
+from kvgate.daemon.links import Links
+from kvgate.daemon.reasons import ACCESS_BYTES, SET_BYTES, Make, Question, judge
 from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
 from kvgate.protocol.messages import (
     Acquire,
@@ -296,6 +301,56 @@ async def test_two_tenants_have_no_address_in_common(start: Start, folder: Path)
     found = [(await engine.bind(*PROMPT, salt=salt)).addresses for engine in engines for salt in (None, *SALTS)]
     chunks = [addresses[at : at + 32] for addresses in found for at in range(0, len(addresses), 32)]
     assert len(chunks) == len(set(chunks)) == len(PROMPT) * 2 * 3
+
+
+class Asked:
+    """The real index, and a list of what it was asked."""
+
+    def __init__(self, index: ExplainIndex) -> None:
+        self._index = index
+        self.calls: list[str] = []
+
+    def holds(self, link: bytes, make: Make) -> bool:
+        """See ``Known``."""
+        self.calls.append(f"holds {link.hex()}")
+        return self._index.holds(link, make)
+
+    def run(self, links: Sequence[bytes], access: bytes | None) -> int:
+        """See ``Known``."""
+        self.calls.append(f"run {b''.join(links).hex()} {access!r}")
+        return self._index.run(links, access)
+
+    def makes(self, link: bytes, access: bytes | None) -> list[Make]:
+        """See ``Known``."""
+        self.calls.append(f"makes {access!r}")
+        return self._index.makes(link, access)
+
+
+def test_the_operators_verdict_asks_the_same_of_the_index_whatever_others_stored() -> None:
+    """The questions behind a miss do not depend on whether another salt has stored the prompt; only the operator's answer does."""
+    chain = Links(makers.name("domain"), makers.tokens(*PROMPT))
+    mine, theirs = (Make(makers.name("parts") * (SET_BYTES // 32), makers.name(one)[:ACCESS_BYTES]) for one in "mt")
+    found = []
+    for stored in (False, True):
+        index = ExplainIndex(None, 100)
+        if stored:
+            index.add(chain.copy().first(1), theirs)
+        asked = Asked(index)
+        verdict = judge(asked, Question(chain, 0, mine), None)
+        found.append(asked.calls)
+        assert verdict.reasons == (("scope",) if stored else ("absent",))
+        assert judge(asked, Question(chain, 0, mine), mine.shelf).reasons == ("absent",)
+        index.close()
+    assert found[0] == found[1]
+
+
+@given(st.lists(st.booleans(), min_size=SET_BYTES // 32, max_size=SET_BYTES // 32), st.booleans())
+def test_the_distance_of_two_makes_is_how_many_components_differ(same: list[bool], access: bool) -> None:
+    """The quick count agrees with the names."""
+    parts = b"".join(makers.name("one" if one else "other") for one in same)
+    mine = Make(makers.name("one") * len(same), makers.name("access")[:ACCESS_BYTES])
+    other = Make(parts, makers.name("access" if access else "another")[:ACCESS_BYTES])
+    assert mine.distance(other) == other.distance(mine) == len(mine.differing(other)) == same.count(False) + (not access)
 
 
 async def test_a_foreign_handle_is_as_good_as_a_made_up_one(start: Start, folder: Path) -> None:

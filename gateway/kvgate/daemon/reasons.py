@@ -55,6 +55,13 @@ class Make:
         mine, theirs = self._digests(), other._digests()
         return tuple(name for name in COMPONENTS if mine[name] != theirs[name])
 
+    def distance(self, other: Make) -> int:
+        """In how many components both differ. Quicker than naming them: it is asked of everything stored of a prompt."""
+        mine, theirs = self.parts, other.parts
+        steps = range(0, SET_BYTES, DIGEST_BYTES)
+        differing = sum(mine[at : at + DIGEST_BYTES] != theirs[at : at + DIGEST_BYTES] for at in steps)
+        return differing + (self.access != other.access)
+
     def short(self) -> dict[str, str]:
         """Component name → 16 hexadecimal digits, or "none": enough to tell two apart, of no other use."""
         return {name: digest[:_SHORT_BYTES].hex() if any(digest) else "none" for name, digest in self._digests().items()}
@@ -140,6 +147,6 @@ def judge(known: Known, question: Question, access: bytes | None) -> Verdict:
         makes = known.makes(link, question.make.shelf) + makes
     # Where nothing is known the same is asked and compared all the same, with itself: this thread's work delays the requester's next
     # answers, and the operator's verdict may look at what the requester must not learn of.
-    nearest = min(makes or [question.make], key=lambda make: len(question.make.differing(make)))
+    nearest = min(makes or [question.make], key=question.make.distance)
     differing = question.make.differing(nearest)
     return Verdict(differing or ("evicted",), run, nearest) if run else Verdict(("absent",))
