@@ -178,7 +178,10 @@ class Bench:
         for kind in self.movers:
             handle = self.handles[kind, "raw"]
             await self.engine.ask("fill", 1)
-            packed = await self.movers[kind].pack(handle, GENERATION, self.moves, MOVE_S)
+            # In another order than the slots', so that copies of one payload and of several rows both happen.
+            order = sorted(range(len(self.moves)), key=lambda index: (index % 8 == 3, index % 5 == 0, index))
+            done = await self.movers[kind].pack(handle, GENERATION, [self.moves[index] for index in order], MOVE_S)
+            packed = [one for _, one in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])]
             some = range(0, len(self.moves), max(1, len(self.moves) // 6))
             offsets = [self.moves[index].offset for index in some]
             same = await self.engine.ask(
