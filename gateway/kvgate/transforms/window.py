@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -27,7 +28,7 @@ def read_window(folder: Path, reference: str, prompt: Sequence[int]) -> Window:
             queries, positions = held["queries"], held["positions"]
     except FileNotFoundError:
         raise TransformError("there is no such capture: the window was not computed, or newer ones took its place") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise TransformError(f"the capture can't be read ({type(error).__name__})") from None
     if queries.dtype != numpy.float32 or positions.dtype != numpy.int64 or positions.ndim != 1:
         raise TransformError("the capture holds something else than queries and positions")
