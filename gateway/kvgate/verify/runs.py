@@ -118,7 +118,7 @@ async def write(target: Target, path: Path, report: Report, progress: Progress) 
             await matrix.plant()
             _note_capabilities(planted, matrix, path)
         if target.vllm:
-            async with Server.open(target.vllm, planted.run, report) as server:
+            async with Server.open(target.vllm, links, planted.run, report) as server:
                 await server.plant()
 
 
@@ -186,7 +186,7 @@ async def _check_vllm(target: Target, run: Run, report: Report, *, planted: bool
         return
     report.tiers.append(VLLM)
     try:
-        async with Server.open(target.vllm, run, report) as server:
+        async with _links(target) as links, Server.open(target.vllm, links, run, report) as server:
             if not planted:
                 await server.plant()
             await server.check(target.wants)

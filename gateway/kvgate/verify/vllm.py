@@ -9,18 +9,29 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Final
 
 import aiohttp
 
-from kvgate.verify.link import CannotRun
+from kvgate.verify.link import CannotRun, Links
 from kvgate.verify.plants import Run
 from kvgate.verify.results import VLLM, Report
+from kvgate.verify.served import publish
 
 ANSWER_S: Final = 300.0
 FIRST_TOKENS: Final = 8
 HITS: Final = "must hit: vLLM"
 MISSES: Final = "must miss: vLLM"
+CAPABILITY_FIELD: Final = "kvgate_variant"
+VARIANTS: Final = (
+    "SnapKV through vLLM, by its capability",
+    "the full prompt through vLLM, beside its SnapKV",
+    "SnapKV through vLLM, as an ordinary prompt of its retained tokens",
+    "an altered capability through vLLM",
+    "a capability through vLLM with another cache salt",
+    "a capability through vLLM for other tokens",
+)
 NO_DETAILS: Final = "the server does not say what was cached: start it with --enable-prompt-tokens-details"
 
 
@@ -35,9 +46,10 @@ class Answer:
 class Server:
     """A vLLM OpenAI server, asked for one token at a time."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, run: Run, report: Report) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, links: Links, run: Run, report: Report) -> None:
         self._session = session
         self._url = url.rstrip("/")
+        self._links = links
         self._run = run
         self._report = report
         self._model = ""
@@ -46,10 +58,10 @@ class Server:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, url: str, run: Run, report: Report) -> AsyncIterator[Server]:
+    async def open(cls, url: str, links: Links, run: Run, report: Report) -> AsyncIterator[Server]:
         """Ask the server what it serves. Raises ``CannotRun``."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
-            server = cls(session, url, run, report)
+            server = cls(session, url, links, run, report)
             await server._learn()
             yield server
 
@@ -78,6 +90,8 @@ class Server:
             await self._across(unsalted, wants)
         else:
             self._report.note("The server serves no adapter: rows of adapters through vLLM were not checked.")
+        if any(wants(name) for name in VARIANTS):
+            await self._artifact(wants)
 
     async def _across(self, tokens: list[int], wants: Callable[[str], bool]) -> None:
         """The model's KV is none of an adapter's, nor the other way round, under one salt and the same tokens."""
@@ -88,6 +102,37 @@ class Server:
             salt = secrets.token_hex(16)
             await self._ask(first, tokens, salt)
             await self._misses(name, wants, second, tokens, salt)
+
+    async def _artifact(self, wants: Callable[[str], bool]) -> None:
+        """Decoding from an artifact, and everything that must not be decoded from it. A new one each time, of scope request."""
+        size, salt = 2 * self._run.shape.chunk_tokens, secrets.token_hex(16)
+        source = (await self._tokenize(self._text(secrets.token_hex(16))))[:size]
+        if len(source) < size or len(self._tokens) < size:
+            self._report.note("The server takes no prompt of two chunks: rows of variants through vLLM were not checked.")
+            return
+        exact, beside, literal, altered, foreign, other = VARIANTS
+        ordinary = [*source, source[0]]
+        await self._ask(self._model, ordinary, salt)
+        served = await publish(self._links, source, salt)
+        prompt = [*served.tokens, source[0]]
+        if wants(exact):
+            answer = await self._ask(self._model, prompt, salt, served.capability)
+            right = answer.cached == len(served.tokens)
+            self._report.row(exact, HITS, "hit").check(VLLM, "" if right else f"{answer.cached} tokens from a cache")
+        await self._hits(beside, wants, self._model, ordinary, salt, size)
+        await self._misses(literal, wants, self._model, prompt, salt)
+        bad = bytes([*served.capability[:-1], served.capability[-1] ^ 1])
+        await self._fails(altered, wants, prompt, salt, bad)
+        await self._fails(foreign, wants, prompt, secrets.token_hex(16), served.capability)
+        await self._fails(other, wants, ordinary, salt, served.capability)
+
+    async def _fails(self, name: str, wants: Callable[[str], bool], tokens: list[int], salt: str, capability: bytes) -> None:
+        """The request must end with an error, and never with text computed from the retained tokens."""
+        if wants(name):
+            row = self._report.row(name, MISSES, "fail")
+            status, _ = await self._send("POST", "/v1/completions", self._body(self._model, tokens, salt, capability))
+            row.check(VLLM, "it was answered" if status == HTTPStatus.OK else "")
+            row.reason = f"status {status}"
 
     async def _hits(
         self, name: str, wants: Callable[[str], bool], model: str, tokens: list[int], salt: str | None, most: int
@@ -147,21 +192,32 @@ class Server:
             raise CannotRun("the vLLM server has no /tokenize")
         return [int(token) for token in tokens]
 
-    async def _ask(self, model: str, tokens: list[int], salt: str | None) -> Answer:
-        body: dict[str, Any] = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0}
-        page = await self._call("POST", "/v1/completions", body | ({"cache_salt": salt} if salt else {}))
+    async def _ask(self, model: str, tokens: list[int], salt: str | None, capability: bytes | None = None) -> Answer:
+        page = await self._call("POST", "/v1/completions", self._body(model, tokens, salt, capability))
         details = (page.get("usage") or {}).get("prompt_tokens_details")
         if details is None:
             raise CannotRun(NO_DETAILS)
         told = ((page.get("kv_transfer_params") or {}).get("kvgate") or {}).get("miss") or []
         return Answer(int(details.get("cached_tokens") or 0), ", ".join(map(str, told)))
 
+    @staticmethod
+    def _body(model: str, tokens: list[int], salt: str | None, capability: bytes | None) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0}
+        if salt is not None:
+            body["cache_salt"] = salt
+        if capability is not None:
+            body["kv_transfer_params"] = {CAPABILITY_FIELD: capability.hex()}
+        return body
+
     async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
+        status, page = await self._send(method, path, body)
+        if status != HTTPStatus.OK or not isinstance(page, dict):
+            raise CannotRun(f"the vLLM server answered {path} with status {status}")
+        return page
+
+    async def _send(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         try:
             async with self._session.request(method, self._url + path, json=body) as reply:
-                page = await reply.json(content_type=None)
-                if reply.status != 200 or not isinstance(page, dict):
-                    raise CannotRun(f"the vLLM server answered {path} with status {reply.status}")
-                return page
+                return reply.status, await reply.json(content_type=None)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise CannotRun(f"no vLLM server answers at {self._url} ({type(error).__name__})") from error
