@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast
@@ -81,6 +82,8 @@ class Gateway:
         model: str | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
+        if importlib.util.find_spec("numpy") is None:
+            raise ModuleNotFoundError("the SDK needs numpy beside kvgate: pip install numpy", name="numpy")
         self._model = model
         self._deadline_s = deadline_s
         self._pools = PoolMappings()
