@@ -22,7 +22,7 @@ def at[dt: DType](address: Int) -> Ptr[dt]:
 
 
 @inline(.always)
-def _fetch(address: Int):
+def fetch(address: Int):
     """Brings a line into the second level cache."""
     prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](at[DType.uint8](address))
 
@@ -37,7 +37,7 @@ def copy_run[NT: Bool, TWICE: Bool = False](dst: Int, src: Int, nbytes: Int, twi
             while done + 4 * LINE <= nbytes:
                 if ahead != 0:
                     comptime for k in range(4):
-                        _fetch(src + ahead + done + k * LINE)
+                        fetch(src + ahead + done + k * LINE)
                 comptime for k in range(4):
                     var line = s.unsafe_load[width=LINE](done + k * LINE)
                     d.unsafe_store[alignment=LINE, non_temporal=True](done + k * LINE, line)
@@ -88,7 +88,7 @@ def transpose_tile[
     comptime ALIGN = W * size_of[Scalar[dt]]() if NT else 1
     if ahead != 0:
         comptime for i in range(W * TALL):
-            _fetch(Int(src.unsafe_offset(i * ss)) + ahead)
+            fetch(Int(src.unsafe_offset(i * ss)) + ahead)
     var tiles = StaticTuple[StaticTuple[SIMD[dt, W], W], TALL]()
     comptime for k in range(TALL):
         tiles[k] = _transposed_rows[dt, W](src.unsafe_offset(k * W * ss), ss)

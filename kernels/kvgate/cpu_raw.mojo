@@ -1,6 +1,6 @@
 """Raw moves of one (head, component, block) between a page and canonical rows, for every page order."""
 from std.math import min
-from kvgate.cpu_copy import at, copy_run, copy_transposed, Ptr
+from kvgate.cpu_copy import at, copy_run, copy_transposed, fetch, LINE, Ptr
 from kvgate.cpu_job import Job, LAYOUT_AMX, LAYOUT_VEC
 
 
@@ -16,14 +16,20 @@ def _transposed[
         copy_transposed[DType.uint8, NT, TWICE](src, ss, dst, ds, rows, cols, ahead, twin)
 
 
-def amx_value_rows(src: Int, block_tokens: Int, dim: Int, pair: Int, row0: Ptr[DType.uint16], row1: Ptr[DType.uint16], two: Bool):
-    """Tokens 2 * pair and, if two, 2 * pair + 1 of an AMX V page as plain rows."""
+def amx_value_rows[NT: Bool = False](
+    src: Int, block_tokens: Int, dim: Int, pair: Int, row0: Ptr[DType.uint16], row1: Ptr[DType.uint16], two: Bool, ahead: Int = 0
+):
+    """Tokens 2 * pair and, if two, 2 * pair + 1 of an AMX V page as plain rows. NT: the rows begin at whole lines. ``ahead`` as in
+    cpu_copy."""
+    comptime ALIGN = 32 if NT else 1
     var tile = at[DType.uint16](src).unsafe_offset(pair * 32)
     for g in range(dim // 16):
+        if ahead != 0:
+            fetch(Int(tile.unsafe_offset(g * 16 * block_tokens)) + ahead)
         var z = tile.unsafe_load[width=32, alignment=1](g * 16 * block_tokens).deinterleave()
-        row0.unsafe_store[alignment=1](g * 16, z[0])
+        row0.unsafe_store[alignment=ALIGN, non_temporal=NT](g * 16, z[0])
         if two:
-            row1.unsafe_store[alignment=1](g * 16, z[1])
+            row1.unsafe_store[alignment=ALIGN, non_temporal=NT](g * 16, z[1])
 
 
 def amx_value_store[NT: Bool](dst: Int, block_tokens: Int, dim: Int, pair: Int, row0: Ptr[DType.uint16], row1: Ptr[DType.uint16], two: Bool):
@@ -61,10 +67,13 @@ def pack_block[
             )
     elif job.layout == LAYOUT_AMX:
         comptime if TWICE:
-            _amx_values(job, half, tokens, out_ + twin)
+            _amx_values[False](job, half, tokens, out_ + twin, ahead)
             copy_run[NT](out_, out_ + twin, tokens * job.row_bytes())
         else:
-            _amx_values(job, half, tokens, out_)
+            if out_ % LINE == 0 and job.row_bytes() % LINE == 0:
+                _amx_values[NT](job, half, tokens, out_, ahead)
+            else:
+                _amx_values[False](job, half, tokens, out_, ahead)
     elif job.layout == LAYOUT_VEC or job.token_stride == job.row_bytes():
         copy_run[NT, TWICE](out_, half, tokens * job.row_bytes(), twin)
     else:
@@ -72,12 +81,13 @@ def pack_block[
             copy_run[NT, TWICE](out_ + t * job.row_bytes(), half + t * job.token_stride, job.row_bytes(), twin)
 
 
-def _amx_values(job: Job, half: Int, tokens: Int, out_: Int):
+def _amx_values[NT: Bool](job: Job, half: Int, tokens: Int, out_: Int, ahead: Int):
     """The first tokens of an AMX V page as plain rows."""
     var rows = at[DType.uint16](out_)
     for pair in range((tokens + 1) // 2):
         var row0 = rows.unsafe_offset(2 * pair * job.dim)
-        amx_value_rows(half, job.block_tokens, job.dim, pair, row0, row0.unsafe_offset(job.dim), 2 * pair + 1 < tokens)
+        var two = 2 * pair + 1 < tokens
+        amx_value_rows[NT](half, job.block_tokens, job.dim, pair, row0, row0.unsafe_offset(job.dim), two, ahead)
 
 
 def unpack_block[NT: Bool](job: Job, half: Int, component: Int, tokens: Int, rows: Int, ahead: Int):
