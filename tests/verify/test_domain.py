@@ -8,7 +8,7 @@ from kvgate.contract import keys
 from kvgate.daemon.app import Gateway
 from kvgate.daemon.secret import load_or_create
 from kvgate.daemon.verify import verify_domain
-from kvgate.protocol.messages import Bind, Bound, Opened, OpenEngine
+from kvgate.protocol.messages import Bind, Bound, Explained, Opened, OpenEngine
 from kvgate.protocol.verify_messages import (
     EnterVerify,
     Forget,
@@ -22,6 +22,7 @@ from kvgate.protocol.verify_messages import (
 from kvgate.protocol.versions import WIRE_VERSIONS
 from tests.daemon import makers
 from tests.daemon.engine import Engine
+from tests.daemon.explaining import miss
 from tests.daemon.wire import Wire, denied, hello
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -175,14 +176,14 @@ async def test_a_memory_backend_has_no_second_tier(gateway: Gateway) -> None:
 
 
 async def test_forgetting_removes_exactly_the_leases_objects(gateway: Gateway) -> None:
-    """What is forgotten is absent, for that reason too; another prompt of the run is still there; it can be stored anew."""
+    """What is forgotten is absent, as if it had never been there; another prompt of the run stays; it can be stored anew."""
     one = await engine_in(gateway)
     await one.store("c", "d")
     await one.store("e")
     lease = await one.lease("c", "d")
     assert await one.scheduler.call(Forget(lease=lease), Forgotten) == Forgotten(objects=2)
     await one.release(lease)
-    assert await one.hit("c", "d") == 0
+    assert (await miss(one, "c", "d"))[1] == Explained(reasons=("absent",), chunk=0)
     assert await one.hit("e") == 1
     await one.store("c", "d")
     assert len(await one.restore("c", "d")) == 2

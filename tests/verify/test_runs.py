@@ -150,6 +150,13 @@ async def test_without_the_operators_view_the_rest_is_checked(gateway: Gateway, 
     assert any("admin socket" in note for note in report.notes)
 
 
+@in_module
+async def test_a_pattern_that_fits_nothing_is_no_success(gateway: Gateway, tmp_path: Path) -> None:
+    """Where no row is asked for, nothing was verified, and the run says so."""
+    with pytest.raises(CannotRun, match="--only"):
+        await runs.whole(target(gateway, "model.ropes.*"), tmp_path / "run.json", Report(), Progress())
+
+
 async def test_no_gateway_is_no_failure(tmp_path: Path) -> None:
     """Where nobody answers, the run can't begin, and the remedy is named."""
     nobody = runs.Target(tmp_path / "gateway.sock", tmp_path / "admin.sock")

@@ -142,6 +142,7 @@ async def check(target: Target, path: Path, report: Report, progress: Progress) 
                 )
             await matrix.check()
     await _check_vllm(target, planted.run, report, planted=True)
+    _require_rows(target, report)
 
 
 async def clean(target: Target, path: Path, report: Report, progress: Progress) -> None:
@@ -177,6 +178,7 @@ async def whole(target: Target, path: Path, report: Report, progress: Progress) 
                 if not any(row.group == "clean-up" for row in report.failed):
                     _remove(path)
     await _check_vllm(target, planted.run, report, planted=False)
+    _require_rows(target, report)
 
 
 async def _check_vllm(target: Target, run: Run, report: Report, *, planted: bool) -> None:
@@ -206,6 +208,12 @@ async def _clean_up_after_another(links: Links, target: Target, path: Path, prog
         matrix.capabilities.update(left.capabilities)
         await matrix.forget()
     _remove(path)
+
+
+def _require_rows(target: Target, report: Report) -> None:
+    """A pattern that fits nothing must not look like a success."""
+    if not any(target.wants(row.name) for row in report.rows):
+        raise CannotRun("no row's name fits --only; without it all rows are shown by name")
 
 
 def _left_by_another(path: Path) -> Planted | None:
