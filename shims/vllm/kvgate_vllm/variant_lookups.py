@@ -52,10 +52,10 @@ class VariantLookups:
     def arrive(self, track: Track, wish: VariantWish) -> None:
         """Bind a new variant request; sets ``wish.failure`` where it can't be served."""
         track.outcome = "variant"
-        if wish.failure is not None:
-            return
         # Where it may read no cache vLLM would not heed our answer, and compute the prompt.
         forbidden, track.request.skip_reading_prefix_cache = track.request.skip_reading_prefix_cache, False
+        if wish.failure is not None:
+            return
         opened = self._session.current()
         if track.uncacheable is not None:
             wish.failure = track.uncacheable
