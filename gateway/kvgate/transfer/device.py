@@ -26,7 +26,8 @@ class Limits:
     """Bounds of one device.
 
     attach_s: for mapping pages, once the process serves. pool_s, pool_s_per_gib: for mapping and page-locking the pool.
-    detach_s: for a detach, moves before it included. idle_s: a process without pages ends after so long.
+    detach_s: for a detach, moves before it included. idle_s: a process without pages ends after so long; long, since an engine
+    that starts meanwhile takes memory that others free while it looks how much there is for a fault.
     healthy_s: a process that served so long had no start problem.
     """
 
@@ -36,7 +37,7 @@ class Limits:
     pool_s: float = 60.0
     pool_s_per_gib: float = 2.0
     stop_s: float = 10.0
-    idle_s: float = 60.0
+    idle_s: float = 900.0
     healthy_s: float = 60.0
     restart_pause_s: float = 0.2
     max_restart_pause_s: float = 30.0
