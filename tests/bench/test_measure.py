@@ -85,7 +85,12 @@ def test_case_names_are_unique_and_fit_the_record() -> None:
 
 def test_choosing_a_case_takes_those_below_it() -> None:
     """A name stands for itself and what is under it, not for what merely begins alike."""
-    assert {case.name for case in chosen(["store.raw"])} == {"store.raw", "store.raw.pages", "store.raw.1mib", "store.raw.32mib"}
+    assert {case.name for case in chosen(["store.raw"])} == {
+        "store.raw",
+        "store.raw.pages",
+        "store.raw.1mib",
+        "store.raw.32mib",
+    }
     assert len(list(chosen([]))) == len(all_cases())
 
 
