@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
+import logging
 import threading
 from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
 
 Context = C.c_void_p
 
@@ -138,7 +141,11 @@ def copy_rows(target: int, source: int, width: int, rows: int, pitches: tuple[in
         job.src_type, job.src_device, job.dst_type, job.dst_host = _DEVICE, source, _HOST, target
     else:
         job.src_type, job.src_host, job.dst_type, job.dst_device = _HOST, source, _DEVICE, target
-    check(library().cuMemcpy2DAsync_v2(C.byref(job), stream), "cuMemcpy2DAsync")
+    if code := library().cuMemcpy2DAsync_v2(C.byref(job), stream):
+        # Rows as long as these are beyond what some driver may take in one copy. A fault of earlier work shows again below.
+        log.debug("cuMemcpy2DAsync: %d, copying row by row", code)
+        for row in range(rows):
+            copy(target + row * pitches[0], source + row * pitches[1], width, stream)
 
 
 def lock_pages(address: int, nbytes: int) -> bool:
