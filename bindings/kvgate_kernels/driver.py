@@ -131,6 +131,11 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     check(library().cuMemcpyAsync(target, source, nbytes, stream), "cuMemcpyAsync")
 
 
+@functools.cache
+def _tell_once(code: int) -> None:
+    log.warning("kvgate kernels: cuMemcpy2DAsync gives %d, copying row by row", code)
+
+
 def copy_rows(target: int, source: int, width: int, rows: int, pitches: tuple[int, int], stream: int, *, out: bool) -> None:
     """Queues a copy of ``rows`` rows of ``width`` bytes, ``pitches`` apart (target's, source's); ``out``: from device to host."""
     if rows == 1:
@@ -143,7 +148,7 @@ def copy_rows(target: int, source: int, width: int, rows: int, pitches: tuple[in
         job.src_type, job.src_host, job.dst_type, job.dst_device = _HOST, source, _DEVICE, target
     if code := library().cuMemcpy2DAsync_v2(C.byref(job), stream):
         # Rows as long as these are beyond what some driver may take in one copy. A fault of earlier work shows again below.
-        log.debug("cuMemcpy2DAsync: %d, copying row by row", code)
+        _tell_once(code)
         for row in range(rows):
             copy(target + row * pitches[0], source + row * pitches[1], width, stream)
 
