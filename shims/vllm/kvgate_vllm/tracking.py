@@ -80,11 +80,14 @@ class Track:
         return self.digests[:end]
 
     def reset_for_preemption(self) -> None:
-        """Its blocks are gone: what was not stored for certain is stored again after it was recomputed."""
+        """Its blocks are gone: what was not stored for certain is stored again after it was recomputed.
+
+        A load that waits to be handed out stays: a request preempted between steps (``reset_prefix_cache``) is allocated anew by the step
+        that reports its preemption.
+        """
         self.blocks = []
         self.stored = min([self.stored, *(op.first for op in self.open_stores.values())])
         self.lookup_until = None
-        self.pending_load = None
         if self.binding is not None:
             self.binding.forget_acquires(self.stored)
 

@@ -98,6 +98,9 @@ class VariantLookups:
 
     def matched_tokens(self, track: Track, wish: VariantWish, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that are loaded, and whether between steps: all that is missing of the artifact, or later."""
+        if track.request.skip_reading_prefix_cache:
+            track.request.skip_reading_prefix_cache = False  # as in arrive
+            track.fail_variant(variants.CHANGED)
         if wish.failure is None:
             answer = self._answer(track, wish, local_tokens)
             if wish.failure is None:
@@ -108,7 +111,7 @@ class VariantLookups:
         now = self._clock()
         if track.lookup_until is None:
             track.lookup_until = now + self._patience_s
-        if track.request.skip_reading_prefix_cache or self._state.uncacheable_reason(track.request) is not None:
+        if self._state.uncacheable_reason(track.request) is not None:
             wish.failure = variants.CHANGED
             return LATER
         binding = self._binding(track, wish)
