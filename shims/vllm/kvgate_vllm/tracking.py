@@ -82,8 +82,8 @@ class Track:
     def reset_for_preemption(self) -> None:
         """Its blocks are gone: what was not stored for certain is stored again after it was recomputed.
 
-        A load that waits to be handed out stays: a request preempted between steps (``reset_prefix_cache``) is allocated anew by the step
-        that reports its preemption.
+        A load that waits to be handed out stays: a request preempted between steps (``reset_prefix_cache``) is allocated anew by
+        the very step that reports its preemption.
         """
         self.blocks = []
         self.stored = min([self.stored, *(op.first for op in self.open_stores.values())])
