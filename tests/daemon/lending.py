@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class InsideMover:
     """
 
     def __init__(self) -> None:
-        self.engine = MoverEngine(CpuDevice(), Options(1, 0))
+        self.engine = MoverEngine(CpuDevice(), Options(1, 0, 1.0))
         self.hold: set[str] = set()
         self.held = 0
         self.doubt: Exception | None = None
@@ -115,11 +116,12 @@ class InsideMover:
         *,
         ready: bytes | None = None,
         digest: bool = True,
+        paced: bool = True,
     ) -> list[Packed]:
         """See ``PageMover``."""
         del deadline_s
         await self._pass("pack", handle)
-        return unpack_result(self._move(self.engine.pack, handle, generation, moves, ready, digest), len(moves), digest)
+        return unpack_result(self._move(self.engine.pack, handle, generation, moves, ready, digest, paced), len(moves), digest)
 
     async def unpack(
         self,
@@ -130,13 +132,14 @@ class InsideMover:
         *,
         ready: bytes | None = None,
         digest: bool = True,
+        paced: bool = False,
         gate: int | None = None,
     ) -> list[bytes]:
         """See ``PageMover``."""
         del deadline_s
         await self._pass("unpack", handle)
         return unpack_digests(
-            self._move(self.engine.unpack, handle, generation, moves, ready, digest, gate), len(moves), digest
+            self._move(self.engine.unpack, handle, generation, moves, ready, digest, paced, gate), len(moves), digest
         )
 
     async def detach(self, handle: PageHandle) -> None:
@@ -150,18 +153,19 @@ class InsideMover:
 
     def _move(
         self,
-        run: Callable[[MoveBody], Any],
+        run: Callable[[MoveBody, float], Any],
         handle: PageHandle,
         generation: int,
         moves: Sequence[MoveSpec],
         ready: bytes | None,
         digest: bool,
+        paced: bool,
         gate: int | None = None,
     ) -> Any:
         if self.doubt is not None:
             raise self.doubt
         try:
-            return run(MoveBody.of(handle.number, generation, moves, ready, digest, gate))
+            return run(MoveBody.of(handle.number, generation, moves, ready, digest, paced, gate), time.monotonic() + 60)
         except Refused as error:
             raise MoveRefused(str(error)) from error
 
