@@ -21,6 +21,7 @@ from kvgate.verify.served import publish
 
 ANSWER_S: Final = 300.0
 FIRST_TOKENS: Final = 8
+MAX_SAID_CHARS: Final = 300
 HITS: Final = "must hit: vLLM"
 MISSES: Final = "must miss: vLLM"
 CAPABILITY_FIELD: Final = "kvgate_variant"
@@ -212,7 +213,7 @@ class Server:
     async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
         status, page = await self._send(method, path, body)
         if status != HTTPStatus.OK or not isinstance(page, dict):
-            raise CannotRun(f"the vLLM server answered {path} with status {status}")
+            raise CannotRun(f"the vLLM server answered {path} with status {status}: {_said(page)}")
         return page
 
     async def _send(self, method: str, path: str, body: Any) -> tuple[int, Any]:
@@ -221,3 +222,9 @@ class Server:
                 return reply.status, await reply.json(content_type=None)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise CannotRun(f"no vLLM server answers at {self._url} ({type(error).__name__})") from error
+
+
+def _said(page: Any) -> str:
+    """What an error reply says, for reading."""
+    error = page.get("error", page) if isinstance(page, dict) else page
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:MAX_SAID_CHARS]
