@@ -31,6 +31,7 @@ from kvgate.protocol.page_messages import (
     AttachPages,
     CommitPages,
     DetachPages,
+    KeepWrites,
     LoadPages,
     PagesAttached,
     PagesLoaded,
@@ -110,6 +111,7 @@ class Pages:
             StorePages: self._store,
             CommitPages: self._commit,
             LoadPages: self._load,
+            KeepWrites: self._keep_writes,
         }
 
     async def close_session(self, session: Session) -> None:
@@ -224,6 +226,13 @@ class Pages:
         finally:
             valid = await self._reads.finish_load(session.id, plan.ticket, mismatched)
         return PagesLoaded(valid=valid, failed=mismatched)
+
+    async def _keep_writes(self, session: Session, message: KeepWrites) -> Record:
+        registration, writer = worker_registration(session), session.writer
+        assert writer is not None, "registered with it"
+        kept = frozenset(message.reservations)
+        await self._writes.keep(writer, session.id, registration.engine, session.rectangle, kept)
+        return Done()
 
     def _require_mover(self) -> PageMover:
         if self._mover is None:

@@ -272,7 +272,9 @@ class Service:
     async def _reserve(self, session: Session, message: messages.Reserve) -> Record:
         self._require_shared_pool(session)
         lease = await worker_lease(session, self._leases, message.lease, self._config.adapter_wait_s)
-        reserved = await self._writes.reserve(self._writer(session), lease, session.rectangle, message.chunks)
+        reserved = await self._writes.reserve(
+            self._writer(session), lease, session.rectangle, message.chunks, session=session.id
+        )
         given = [slot.chunk for slot in reserved.slots if slot.status == "slot"]
         skipped = [slot.status for slot in reserved.slots if slot.status != "slot"]
         self._log_touched("worker.reserve", session, lease, given, skipped=skipped)

@@ -34,6 +34,7 @@ class OpenWrite:
     payload_bytes: int
     components: Components
     link: bytes
+    session: int = 0  # that reserved it; 0: one that does not come back for it
 
 
 @dataclass(eq=False)

@@ -46,7 +46,9 @@ class Writes:
         self._background: set[asyncio.Task[None]] = set()
         self.writers = Writers(self._writer_exited)
 
-    async def reserve(self, writer: Writer, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> Reserved:
+    async def reserve(
+        self, writer: Writer, lease: Lease, rectangle: int, chunks: tuple[int, ...], *, session: int = 0
+    ) -> Reserved:
         """Slots for this worker's shard of each chunk; what is resident already, busy or does not fit is skipped by name."""
         if lease.variant is not None and not lease.variant.writable:
             # A variant's own object may be what is asked for, and its bytes may not be what a worker has in its pages.
@@ -81,6 +83,7 @@ class Writes:
                     payload_bytes,
                     lease.components,
                     links[index],
+                    session,
                 ),
             )
             slots.append(
@@ -133,6 +136,19 @@ class Writes:
         self._metrics.committed.labels("visible").inc(sum(done))
         self._metrics.committed.labels("lost").inc(len(done) - sum(done))
         return sum(done)
+
+    async def keep(self, writer: Writer, session: int, engine: bytes, rectangle: int, kept: frozenset[int]) -> None:
+        """Drop what a rank reserved on connections before ``session``, but for ``kept``."""
+        stale = [
+            number
+            for number, write in writer.writes.items()
+            if 0 < write.session < session
+            and (write.registration.engine, write.rectangle) == (engine, rectangle)
+            and number not in kept
+        ]
+        if stale:
+            log.info("writes.dropped", reservations=len(stale))
+            await self.abandon(writer, stale)
 
     async def abandon(self, writer: Writer, reservations: list[int]) -> None:
         """Drop reservations that their writer never heard of."""

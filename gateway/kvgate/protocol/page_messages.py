@@ -1,4 +1,4 @@
-"""Messages of gateway-driven transfer: a worker lends its pages, the gateway moves the bytes. Wire 2.
+"""Messages of gateway-driven transfer: a worker lends its pages, the gateway moves the bytes. And one of workers that copy. Wire 2.
 
 The worker never sees the pool. What it lends it can take back: a store becomes visible only when the worker says so after the copy
 (``CommitPages``), and a load writes only while the worker's gate lets it (``kvgate.transfer.gate``).
@@ -17,6 +17,7 @@ MAX_BLOCK_BYTES: Final = 2 << 20
 """Block ids of one message."""
 GATE_PLACES: Final = 4096
 """Places of a gate. The first is never used."""
+MAX_KEPT: Final = 16_384
 MAX_DESCRIPTOR: Final = 2**31 - 1
 
 
@@ -83,8 +84,8 @@ class PagesStored(Record):
 
 @frozen
 class LoadPages(Record):
-    """Copy held ``chunks`` into pages and check their digests. ``blocks`` as in ``StorePages``; the first ``skip_tokens`` of the first chunk
-    are not touched. ``gate``: the place in the gate that must be open; ``ready``: event behind which the pages may be written.
+    """Copy held ``chunks`` into pages and check their digests. ``blocks`` as in ``StorePages``; the first ``skip_tokens`` of the first
+    chunk are not touched. ``gate``: the place in the gate that must be open; ``ready``: event behind which the pages may be written.
     """
 
     lease: bytes = specs.raw_bytes(max_bytes=LEASE_BYTES, exact=LEASE_BYTES)
@@ -104,11 +105,20 @@ class PagesLoaded(Record):
     failed: tuple[int, ...] = specs.array(specs.uint(maximum=MAX_CHUNKS), maximum=MAX_BATCH)
 
 
+@frozen
+class KeepWrites(Record):
+    """From a worker that copies by itself and has come back: of what its rank reserved on earlier connections it still writes to these
+    slots. All others are dropped: it never heard of them, or has given them up."""
+
+    reservations: tuple[int, ...] = specs.array(specs.uint(), maximum=MAX_KEPT)
+
+
 REPLIES: Final[dict[type[Record], type[Record]]] = {
     AttachPages: PagesAttached,
     DetachPages: Done,
     StorePages: PagesPacked,
     CommitPages: PagesStored,
     LoadPages: PagesLoaded,
+    KeepWrites: Done,
 }
 """Request class → class of its reply."""

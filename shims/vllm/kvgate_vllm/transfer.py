@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, cast
 
 from kvgate.client import GatewayClient, GatewayRefused, GatewayUnavailable, PoolMappings
+from kvgate.contract.record import Record
 from kvgate.protocol.messages import (
     Commit,
     Committed,
@@ -43,6 +45,33 @@ class Deadlines:
 
     load_s: float
     store_s: float
+
+
+class HeldWrites:
+    """Reservations that this worker may still write to, whatever connection they came on. Thread-safe.
+
+    Noted on the client's thread, with the reply: before that thread can connect again and tell the gateway which ones are held.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: set[int] = set()
+
+    def note(self, answered: Future[Record]) -> None:
+        """A ``Reserve`` was answered, or not."""
+        if answered.exception() is None:
+            with self._lock:
+                self._held.update(_reservations(cast(Reserved, answered.result()).slots))
+
+    def forget(self, reservations: Iterable[int]) -> None:
+        """Nothing writes to these any more."""
+        with self._lock:
+            self._held.difference_update(reservations)
+
+    def all(self) -> tuple[int, ...]:
+        """What is held now."""
+        with self._lock:
+            return tuple(sorted(self._held))
 
 
 class Packers:
@@ -81,12 +110,19 @@ class Transfers:
     """Load and store through one client, one pool and one packer: this worker copies by itself."""
 
     def __init__(
-        self, client: GatewayClient, pools: PoolMappings, packers: Packers, order: StepOrder, deadlines: Deadlines
+        self,
+        client: GatewayClient,
+        pools: PoolMappings,
+        packers: Packers,
+        order: StepOrder,
+        deadlines: Deadlines,
+        held: HeldWrites,
     ) -> None:
         self._client = client
         self._pools = pools
         self._packers = packers
         self._order = order
+        self._held = held
         self._deadlines = deadlines
         self._payload_bytes = packers.any.payload.payload_bytes
         self._patience = Patience(client)
@@ -126,11 +162,9 @@ class Transfers:
     def store(self, op: StoreOp, job: Job | None, mark: Mark | None) -> int:
         """Store the chunks of ``op`` that are not there yet, as they are at ``mark``; returns how many became visible."""
         try:
-            reserved: Reserved = self._patience.ask(
-                Reserve(lease=op.lease, chunks=op.chunks),
-                self._deadlines.store_s,
-                undo=lambda late: Commit(written=(), aborted=_reservations(late.slots)) if _reservations(late.slots) else None,
-            )
+            sent = self._patience.send(Reserve(lease=op.lease, chunks=op.chunks), self._deadlines.store_s)
+            sent[0].add_done_callback(self._held.note)
+            reserved = self._patience.wait(sent, self._undo_late)
         except (GatewayRefused, GatewayUnavailable) as error:
             LOGGER.warning("kvgate: a store was skipped: %s", error)
             return 0
@@ -161,6 +195,11 @@ class Transfers:
         for gateway, reservation in pending:
             if gateway == boot:
                 self._client.submit(Commit(written=(), aborted=(reservation,)), LATE_S)
+
+    def _undo_late(self, late: Reserved) -> Record | None:
+        aborted = _reservations(late.slots)
+        self._held.forget(aborted)
+        return Commit(written=(), aborted=aborted) if aborted else None
 
     def close(self) -> None:
         """Nothing: packers and pools are the worker's."""
@@ -213,6 +252,8 @@ class Transfers:
 
     def _commit(self, slots: Sequence[ReservedSlot], written: list[WrittenPayload]) -> int:
         done = {item.reservation for item in written}
+        # The copies are over: if the message is lost, the gateway drops them when we come back.
+        self._held.forget(_reservations(slots))
         aborted = tuple(number for number in _reservations(slots) if number not in done)
         if not done and not aborted:
             return 0

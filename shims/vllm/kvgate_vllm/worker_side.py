@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from kvgate.client import Call, GatewayClient, GatewayRefused, GatewayUnavailable, PoolMappings
 from kvgate.contract.artifacts import ArtifactSet
 from kvgate.contract.errors import ContractError
+from kvgate.protocol.catalog import SINCE
 from kvgate.protocol.messages import ConfirmAdapter, Registered, Revoke, Welcome
+from kvgate.protocol.page_messages import KeepWrites
 from kvgate_kernels import GeometryError, Packer
 from kvgate_vllm.describe import describe_engine
 from kvgate_vllm.jobs import Job, JobThread
@@ -28,7 +30,7 @@ from kvgate_vllm.session import artifact_set
 from kvgate_vllm.settings import ConnectorSettings
 from kvgate_vllm.state import EngineState, WeightsReport
 from kvgate_vllm.step_order import Mark, StepOrder
-from kvgate_vllm.transfer import Deadlines, Packers, Transfers
+from kvgate_vllm.transfer import Deadlines, HeldWrites, Packers, Transfers
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,8 @@ LOGGER: Final = logging.getLogger("vllm.kvgate")
 CALL_S: Final = 5.0
 MAX_LOAD_OPS: Final = 4096
 MAX_CONFIRMED: Final = 4096
+KEEPS_WRITES: Final = SINCE[KeepWrites]
+"""Wire version in which a worker says which reservations it still holds."""
 ATTACH_PAUSE_S: Final = 0.5
 REGISTER_PAUSE_S: Final = 5.0
 PAGES_GO_S: Final = 30.0
@@ -69,6 +73,7 @@ class WorkerSide:
         self._tensors: Sequence[torch.Tensor] = ()
         self._order: StepOrder | None = None
         self._export: PageExport | None = None
+        self._held = HeldWrites()
         self._packers: dict[tuple[int, str], Packers] = {}
         self._registration: Registration | None = None
         self._announced: Registration | None = None
@@ -144,14 +149,17 @@ class WorkerSide:
         try:
             weights = self._state.weights()
             report = form.report(weights, welcome)
-            packers = self._packers_for(form, welcome)
+            if self._export is None:
+                self._packers_for(form, welcome)  # before the gateway hears of pages that nothing can move
+            reply = cast(Registered, await call(report, CALL_S))
+            if welcome.wire >= KEEPS_WRITES:
+                await call(KeepWrites(reservations=self._held.all()), CALL_S)
+            transfers = await self._transfers(call, form, welcome)
         except (Uncacheable, ContractError, GeometryError) as error:
             self._state.log_once(str(error))
             self._registered.set()
             return
-        reply = cast(Registered, await call(report, CALL_S))
         previous = self._announced.transfers if self._announced else None
-        transfers = await self._transfers(call, packers)
         await self._confirm_again(call, connection)
         with self._lock:
             current = self._state.weights().generation == weights.generation
@@ -162,11 +170,12 @@ class WorkerSide:
             await call(Revoke(handle=reply.handle), CALL_S)
             return
         self._registered.set()
-        if previous is not None:
+        if previous is not None and welcome.wire < KEEPS_WRITES:
             previous.abort_unsettled(welcome.boot)
 
-    async def _transfers(self, call: Call, packers: Packers) -> Transfers | GatewayTransfers:
-        """How pages move on the present connection. Raises what ``call`` raises where they have to be lent and can't be."""
+    async def _transfers(self, call: Call, form: WorkerForm, welcome: Welcome) -> Transfers | GatewayTransfers:
+        """How pages move on the present connection. Raises what ``call`` raises where they have to be lent and can't be, and
+        ``GeometryError``."""
         settings, order = self._settings, self._order
         assert order is not None, "set with the form"
         deadlines = Deadlines(settings.load_ms / 1000, settings.store_ms / 1000)
@@ -180,11 +189,12 @@ class WorkerSide:
                 LOGGER.warning("kvgate: the gateway does not move our pages (%s); this worker copies by itself", error)
             else:
                 LOGGER.info("kvgate: pages are moved by the gateway")
-                size_bytes, attach_s = packers.any.payload.payload_bytes, settings.attach_ms / 1000
+                size_bytes, attach_s = form.payload(welcome).payload_bytes, settings.attach_ms / 1000
                 return GatewayTransfers(self._client, self._export, attachment, size_bytes, deadlines, attach_s)
+        packers = self._packers_for(form, welcome)
         info = packers.any.describe()
         LOGGER.info("kvgate: pages move by %s (%s), %d threads", info.name, info.reason, info.threads)
-        return Transfers(self._client, self._pools, packers, order, deadlines)
+        return Transfers(self._client, self._pools, packers, order, deadlines, self._held)
 
     async def _attach(self, call: Call, export: PageExport) -> Attachment:
         """Within the time for it: a transfer process may have to start first. One attempt where there is another way."""
