@@ -233,10 +233,24 @@ def test_a_preempted_store_is_dropped_and_nobody_waits_for_it(tmp_path: Path) ->
         thread.cancel(["r"])  # returns though the gateway is still copying
         assert not go_on.is_set()
         go_on.set()
-        (commit,) = lender.wait_for(CommitPages, 1)
-        assert commit.keep is False
         thread.close(WAIT_S)
-        assert len(lender.heard(StorePages)) == 1
+        packed = lender.heard(StorePages)
+        assert len(packed) <= 2, "at most one more was asked for when it was cancelled"
+        assert [commit.keep for commit in lender.wait_for(CommitPages, len(packed))] == [False] * len(packed)
+
+
+def test_a_failed_piece_drops_the_one_behind_it(tmp_path: Path) -> None:
+    """The second piece was asked for already when the first is refused: when it has been copied it is dropped."""
+
+    def script(message: Record) -> Record | None:
+        if isinstance(message, StorePages) and message.chunks == (0,):
+            return REFUSED
+        return store_script(message)
+
+    with lending(tmp_path, script) as lender:
+        assert lender.transfers.store(store_op(2), None, None) == 0
+        (commit,) = lender.wait_for(CommitPages, 1)
+        assert (commit.ticket, commit.keep) == (2, False)
 
 
 def test_a_late_copy_is_dropped(tmp_path: Path) -> None:

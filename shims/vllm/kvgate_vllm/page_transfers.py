@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
@@ -21,7 +20,7 @@ from kvgate.transfer.gate import GateError
 from kvgate_vllm.jobs import Job
 from kvgate_vllm.metadata import ChunkOp, LoadOp, StoreOp
 from kvgate_vllm.page_export import Attachment
-from kvgate_vllm.patience import Patience
+from kvgate_vllm.patience import Patience, Sent
 from kvgate_vllm.state import LOGGER
 from kvgate_vllm.step_order import Mark
 from kvgate_vllm.transfer import Deadlines
@@ -29,8 +28,8 @@ from kvgate_vllm.transfer import Deadlines
 if TYPE_CHECKING:
     from kvgate.transfer.records import PageExport
 
-PIECE_BYTES: Final = 256 << 20
-"""Moved by one message: long enough to be quick, short enough that a load under way can be given up soon."""
+PIECE_BYTES: Final = 1 << 30
+"""Moved by one message: long enough that the gaps between two don't count, short enough that a load under way can be given up soon."""
 PIECES_AT_ONCE: Final = 2
 """So that the gateway has the next piece when it is done with one."""
 ATTACH_FIRST_S: Final = 0.2
@@ -44,7 +43,7 @@ class _Piece:
 
     chunks: tuple[int, ...]
     place: int
-    sent: tuple[Future[Record], float]
+    sent: Sent
 
 
 class GatewayTransfers:
@@ -93,14 +92,25 @@ class GatewayTransfers:
     def store(self, op: StoreOp, job: Job | None, mark: Mark | None) -> int:
         """Store the chunks of ``op`` that are not there yet; returns how many became visible."""
         visible = 0
+        waiting: deque[Sent] = deque()
         try:
             for first in range(op.first, op.last, self._piece_chunks):
                 if self._attachment is None or (job is not None and job.cancelled):
                     break
-                visible += self._store(op, tuple(range(first, min(op.last, first + self._piece_chunks))), job, mark)
+                if len(waiting) == PIECES_AT_ONCE:
+                    visible += self._stored(waiting.popleft(), job)
+                chunks = tuple(range(first, min(op.last, first + self._piece_chunks)))
+                ready = mark.handle if mark else None
+                message = StorePages(lease=op.lease, chunks=chunks, blocks=_blocks(op, chunks), ready=ready)
+                waiting.append(self._patience.send(message, self._deadlines.store_s))
+            while waiting:
+                visible += self._stored(waiting.popleft(), job)
         except (GatewayRefused, GatewayUnavailable) as error:
             LOGGER.warning("kvgate: a store was skipped: %s", error)
             self._heard(error)
+        finally:
+            for sent in waiting:
+                self._patience.undo_later(sent, _not_kept)
         return visible
 
     def abort_unsettled(self, boot: bytes) -> None:
@@ -155,11 +165,9 @@ class GatewayTransfers:
             LOGGER.error("kvgate: %d restored chunks were not what was committed; they are computed", len(reply.failed))
         return set(reply.failed)
 
-    def _store(self, op: StoreOp, chunks: tuple[int, ...], job: Job | None, mark: Mark | None) -> int:
-        message = StorePages(lease=op.lease, chunks=chunks, blocks=_blocks(op, chunks), ready=mark.handle if mark else None)
-        packed: PagesPacked = self._patience.ask(
-            message, self._deadlines.store_s, lambda late: CommitPages(ticket=late.ticket, keep=False) if late.ticket else None
-        )
+    def _stored(self, sent: Sent, job: Job | None) -> int:
+        """Wait for one piece, and keep it if its pages held still; how many chunks became visible."""
+        packed: PagesPacked = self._patience.wait(sent, _not_kept)
         if not packed.ticket:
             return 0
         # Looked at after the copy: until it is cancelled, its pages have not been reused.
@@ -192,6 +200,10 @@ class GatewayTransfers:
                 return
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, ATTACH_LAST_S)
+
+
+def _not_kept(late: PagesPacked) -> Record | None:
+    return CommitPages(ticket=late.ticket, keep=False) if late.ticket else None
 
 
 def _blocks(op: ChunkOp, chunks: tuple[int, ...]) -> bytes:

@@ -17,6 +17,8 @@ LATE_S: Final = 30.0
 
 Reply = TypeVar("Reply", bound=Record)
 Undo = Callable[[Reply], Record | None]
+Sent = tuple[Future[Record], float]
+"""An answer to come, and until when to wait for it."""
 
 
 class Patience:
@@ -27,14 +29,14 @@ class Patience:
         self._clock = time.monotonic
         self._silent_until = 0.0
 
-    def send(self, message: Record, patience_s: float) -> tuple[Future[Record], float]:
-        """Send ``message``; the answer to come, and until when to wait for it. Raises ``GatewayUnavailable`` after a silence."""
+    def send(self, message: Record, patience_s: float) -> Sent:
+        """Send ``message``. Raises ``GatewayUnavailable`` after a silence."""
         now = self._clock()
         if now < self._silent_until:
             raise GatewayUnavailable("the gateway has been silent")
         return self._client.submit(message, patience_s + LATE_S), now + patience_s
 
-    def wait(self, sent: tuple[Future[Record], float], undo: Undo[Reply]) -> Reply:
+    def wait(self, sent: Sent, undo: Undo[Reply]) -> Reply:
         """The answer, if it comes in time. One that comes later is undone: what it hands out would stay open for ever."""
         future, until = sent
         try:
@@ -42,6 +44,11 @@ class Patience:
         except TimeoutError:
             # One step may hold many transfers: only the first of them waits for a gateway that hangs.
             self._silent_until = self._clock() + SILENCE_S
+        self.undo_later(sent, undo)
+        raise GatewayUnavailable("the gateway did not answer a transfer in time")
+
+    def undo_later(self, sent: Sent, undo: Undo[Reply]) -> None:
+        """Nobody waits for this answer any more: undo it when it comes."""
 
         def settle(answered: Future[Record]) -> None:
             if answered.exception() is None:
@@ -50,8 +57,7 @@ class Patience:
                 if remedy is not None:
                     self._client.submit(remedy, LATE_S)
 
-        future.add_done_callback(settle)
-        raise GatewayUnavailable("the gateway did not answer a transfer in time")
+        sent[0].add_done_callback(settle)
 
     def ask(self, message: Record, patience_s: float, undo: Undo[Reply]) -> Reply:
         """``send`` and ``wait``."""
