@@ -85,14 +85,18 @@ def test_wishes_of_another_version_fail(name: str) -> None:
         assert wish.failure == UNKNOWN
 
 
-def test_local_blocks_are_told_apart_by_root() -> None:
-    """Artifacts with different roots never share blocks, equal ones do, and a malformed wish shares with nobody."""
-    first, same, other = (
+def test_local_blocks_are_told_apart_by_root_and_end() -> None:
+    """Artifacts with different roots or ends never share blocks, equal ones do, and a malformed wish shares with nobody.
+
+    One root has many ends where a manifest has artifacts of several lengths: what vLLM computes behind the shorter one lies under the
+    same tokens as the rest of the longer one.
+    """
+    first, same, other, longer = (
         local_variant(request({"kvgate_variant": capability(**changes)}))
-        for changes in ({}, {"expires_s": 2}, {"root": b"q" * 32})
+        for changes in ({}, {"expires_s": 2}, {"root": b"q" * 32}, {"end": b"f" * 32, "chunks": 3})
     )
-    assert first == same != other
-    assert len({first, other, b"ordinary", *(local_variant(request({"kvgate_variant": "x"})) for _ in range(3))}) == 6
+    assert first == same
+    assert len({first, other, longer, b"ordinary", *(local_variant(request({"kvgate_variant": "x"})) for _ in range(3))}) == 7
 
 
 def test_a_weight_change_does_not_make_a_variant_request_an_ordinary_one() -> None:

@@ -89,13 +89,15 @@ def wish_of(request: Any) -> VariantWish | None:
 
 
 def local_variant(request: Any) -> bytes:
-    """What tells this request's blocks from all others in vLLM's own prefix cache: the root of its artifact's chain.
+    """What tells this request's blocks from all others in vLLM's own prefix cache: root and end of its artifact's chain.
 
-    The root covers manifest, scope (with the request's nonce), model, adapter and salt. A made-up one gets no block: it fails to bind.
+    The root covers manifest, scope (with the request's nonce), model, adapter and salt; the end, how far the artifact reaches: beyond
+    that vLLM computes, and of two artifacts of one manifest the longer one must not be served what was computed for the shorter.
+    Made-up ones get no block: they fail to bind.
     """
     wish = wish_of(request)
     if wish is None:
         return b"ordinary"
     if wish.content is None:
         return os.urandom(32)
-    return blake3(wish.content.root, derive_key_context=CONTEXT).digest()
+    return blake3(wish.content.root + wish.content.end, derive_key_context=CONTEXT).digest()
