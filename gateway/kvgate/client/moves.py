@@ -105,9 +105,13 @@ class Mover:
         return keys, values
 
     def write(self, lease: bytes, keys: Floats, values: Floats, deadline: Deadline) -> None:
-        """Store arrays of whole chunks under a publishing lease; what is stored already is left as it is."""
+        """Store arrays of whole chunks under a publishing lease; what is stored already is left as it is, if it is the same.
+
+        Raises ``ArtifactError`` where it is not: half of one result and half of another must not pass for either.
+        """
         step = self._form.chunk_tokens
         chunks = keys.shape[2] // step
+        resident: dict[int, dict[int, bytes]] = {}
         for first in range(0, chunks, BATCH_CHUNKS):
             batch = tuple(range(first, min(first + BATCH_CHUNKS, chunks)))
             for index, rectangle in enumerate(self._plan.rectangles):
@@ -115,7 +119,23 @@ class Mover:
                 for chunk in batch:
                     part = _part(rectangle, chunk, step)
                     payloads[chunk] = encode(self._form, rectangle, keys[part], values[part])
-                self._store(lease, index, payloads, deadline)
+                found = self._store(lease, index, payloads, deadline)
+                if found:
+                    resident.setdefault(index, {}).update(found)
+        if resident and self.acquire(lease, chunks, deadline) == chunks:
+            for index, digests in resident.items():
+                self._require_same(lease, index, digests, deadline)
+
+    def _require_same(self, lease: bytes, rectangle: int, digests: dict[int, bytes], deadline: Deadline) -> None:
+        for first in range(0, len(digests), BATCH_CHUNKS):
+            batch = tuple(digests)[first : first + BATCH_CHUNKS]
+            plan = self.call(LoadRectangle(lease=lease, rectangle=rectangle, chunks=batch), LoadPlan, deadline)
+            self.call(FinishLoad(ticket=plan.ticket, mismatched=()), LoadVerdict, deadline)
+            if any(slot.digest != digests[slot.chunk] for slot in plan.slots):
+                raise ArtifactError(
+                    "another result is stored under this very manifest: name what makes the two differ in its parameters "
+                    "(a seed, the result's length), or use scope request"
+                )
 
     def _load(self, lease: bytes, rectangle: int, chunks: tuple[int, ...], deadline: Deadline) -> dict[int, bytes]:
         plan = self.call(LoadRectangle(lease=lease, rectangle=rectangle, chunks=chunks), LoadPlan, deadline)
@@ -137,11 +157,15 @@ class Mover:
             raise GatewayUnavailable("the stored chunks were taken back during the copy")
         return found
 
-    def _store(self, lease: bytes, rectangle: int, payloads: dict[int, bytes], deadline: Deadline) -> None:
+    def _store(self, lease: bytes, rectangle: int, payloads: dict[int, bytes], deadline: Deadline) -> dict[int, bytes]:
+        """Store what is not there yet; the digests that the others should have."""
+        resident: dict[int, bytes] = {}
         while payloads:
             message = ReserveRectangle(lease=lease, rectangle=rectangle, chunks=tuple(payloads))
             reserved = self.call(message, Reserved, deadline)
             left = {slot.chunk: payloads[slot.chunk] for slot in reserved.slots if slot.status == "busy"}
+            there = [slot.chunk for slot in reserved.slots if slot.status == "resident"]
+            resident.update((chunk, blake3(payloads[chunk]).digest()) for chunk in there)
             given = [slot for slot in reserved.slots if slot.status == "slot"]
             full = any(slot.status == "full" for slot in reserved.slots)
             self._fill(reserved, [] if full else given, payloads, given if full else [], deadline)
@@ -150,6 +174,7 @@ class Mover:
             if left:
                 time.sleep(min(BUSY_WAIT_S, deadline.left_s))  # somebody else is writing the same object
             payloads = left
+        return resident
 
     def _fill(
         self,

@@ -147,7 +147,8 @@ class Gateway:
         """Store an artifact and get its capability, good for ``ttl_s`` or the gateway's own limit.
 
         A bare tuple ``(keys, values, token_ids)`` is a legacy result: nobody but the holder of the capability can use it; only then
-        ``adapter`` and ``salt`` are taken. What is stored already under the very same manifest and ids is left as it is.
+        ``adapter`` and ``salt`` are taken. What is stored already under the very same manifest and ids is left as it is; where that is
+        another result, ``ArtifactError`` is raised.
         """
         deadline = Deadline(self._deadline_s)
         opened = self._open(deadline)

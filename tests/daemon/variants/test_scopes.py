@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvgate.client import GatewayClient
-from kvgate.client.artifacts import Prefix
+from kvgate.client.artifacts import Artifact, Prefix
+from kvgate.client.errors import ArtifactError
 from kvgate.client.sdk import Gateway as Sdk
 from kvgate.protocol.variant_messages import (
     DescribeSource,
@@ -46,6 +47,24 @@ def test_scope_request_is_its_holders_alone(sdk: Sdk, prefix: Prefix) -> None:
     assert holds(sdk, one, first)
     assert holds(sdk, other, second)
     assert found(sdk, made, prefix) == "tokens"
+
+
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_one_manifest_stands_for_one_result(sdk: Sdk, prefix: Prefix, tokens: int) -> None:
+    """Who publishes other KV, or a result of another length, under what is stored already is told so: the two are never mixed."""
+    made = manifest(prefix, retained=None, parameters={"trained": f"for {tokens}"})
+    first = Artifact(prefix.keys[:, :, :8], prefix.values[:, :, :8], prefix.token_ids[:8], made, prefix.source)
+    capability = sdk.publish(first)
+    other = dataclasses.replace(
+        first,
+        keys=first.keys[:, :, :tokens],
+        values=-first.values[:, :, :tokens],
+        token_ids=first.token_ids[:tokens],
+    )
+    with pytest.raises(ArtifactError, match="another result"):
+        sdk.publish(other)
+    assert holds(sdk, capability, first)
+    assert holds(sdk, sdk.publish(first), first)
 
 
 def test_a_legacy_result_is_its_holders_alone(sdk: Sdk, prefix: Prefix) -> None:
