@@ -25,7 +25,7 @@ SETUP_INPUTS := pyproject.toml requirements/torch.txt tools/setup_env.py
 GATEWAY_PYTHON := .venv/gateway/bin/python
 VLLM_PYTHON := .venv/vllm/bin/python
 
-.PHONY: help env-gateway env-vllm envs gateway demo demo-server test test-full test-gpu bench bench-kernels kernels wheel lint format lock clean distclean
+.PHONY: help env-gateway env-vllm envs gateway demo demo-server demo-snapkv test test-full test-gpu bench bench-kernels kernels wheel lint format lock clean distclean
 
 help: ## List the targets and the variables
 	@echo "Targets:"
@@ -63,6 +63,9 @@ demo: envs kernels ## Run the main path once: two vLLM engines, one shared cache
 
 demo-server: envs kernels ## The same through vLLM's OpenAI server and curl, with two cache salts
 	@$(VLLM_PYTHON) demo/openai_server.py
+
+demo-snapkv: envs kernels ## Compact a long prompt with SnapKV, restore it after a restart, decode from it; and all that must miss
+	@$(VLLM_PYTHON) demo/snapkv.py
 
 test: envs kernels ## Run all tests but the slow ones, in both environments
 	@tools/run-tests.sh fast

@@ -21,9 +21,10 @@ class DemoError(Exception):
 
 
 class Gateway:
-    """`kvgate serve` with the LMCache backend, its state in one folder and its data in another."""
+    """`kvgate serve` with the LMCache backend, its state in one folder and its data in another; ``flags`` go to it as well."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self._flags = flags
         self.state_dir = folder / "state"
         self.data_dir = folder / "data"
         self.log = folder / "gateway.log"
@@ -39,7 +40,7 @@ class Gateway:
         if not KVGATE.exists():
             raise DemoError("the gateway's environment is not set up: run `make demo`, not this file")
         started = time.monotonic()
-        flags = ["--backend", "lmcache", "--pool-bytes", "256MiB"]
+        flags = ["--backend", "lmcache", "--pool-bytes", "256MiB", *self._flags]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [KVGATE, "serve", "--state-dir", self.state_dir, "--data-dir", self.data_dir, *flags],

@@ -35,6 +35,11 @@ class OpenAIServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
 
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self._port}"
+
     def start(self) -> None:
         """Start it and wait until it answers."""
         with socket.socket() as free:
@@ -107,7 +112,7 @@ class OpenAIServer:
         return answer
 
     def _curl(self, path: str, body: dict[str, Any] | None, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = ["curl", "--silent", "--fail-with-body", "--max-time", str(ANSWER_S), f"http://127.0.0.1:{self._port}{path}"]
+        command = ["curl", "--silent", "--fail-with-body", "--max-time", str(ANSWER_S), self.url + path]
         if body is not None:
             command += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
         return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S + 10, check=check)
