@@ -244,5 +244,5 @@ def _worker_facts() -> dict[str, Any]:
             "execution": description.numerics.execution,
             **{setting.name: setting.value for setting in description.numerics.other},
         },
-        "packers": [str(packers.any.describe()) for packers in side._packers.values()],
+        "packers": [str(packers.any.describe()) for packers in side._ways._packers.values()],
     }

@@ -281,7 +281,8 @@ class Pages:
             if lent.handle is not None and (lent.handle.device, lent.handle.incarnation) == (device, incarnation):
                 lent.handle = None
                 lost += 1
-        log.warning("pages.lost", device=device, workers=lost)
+        if lost:
+            log.warning("pages.lost", device=device, workers=lost)
 
 
 def lent_blocks(blocks: bytes, at: int, block_bytes: int) -> bytes:

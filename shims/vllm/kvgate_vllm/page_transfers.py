@@ -95,10 +95,10 @@ class GatewayTransfers:
         waiting: deque[Sent] = deque()
         try:
             for first in range(op.first, op.last, self._piece_chunks):
-                if self._attachment is None or (job is not None and job.cancelled):
-                    break
                 if len(waiting) == PIECES_AT_ONCE:
                     visible += self._stored(waiting.popleft(), job)
+                if self._attachment is None or (job is not None and job.cancelled):
+                    break
                 chunks = tuple(range(first, min(op.last, first + self._piece_chunks)))
                 ready = mark.handle if mark else None
                 message = StorePages(lease=op.lease, chunks=chunks, blocks=_blocks(op, chunks), ready=ready)

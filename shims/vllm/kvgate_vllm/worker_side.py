@@ -8,34 +8,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvgate.client import Call, GatewayClient, GatewayRefused, GatewayUnavailable, PoolMappings
+from kvgate.client import Call, GatewayClient, GatewayRefused, GatewayUnavailable
 from kvgate.contract.artifacts import ArtifactSet
 from kvgate.contract.errors import ContractError
 from kvgate.protocol.catalog import SINCE
 from kvgate.protocol.messages import ConfirmAdapter, Registered, Revoke, Welcome
 from kvgate.protocol.page_messages import KeepWrites
-from kvgate_kernels import GeometryError, Packer
+from kvgate_kernels import GeometryError
 from kvgate_vllm.describe import describe_engine
 from kvgate_vllm.jobs import Job, JobThread
 from kvgate_vllm.metadata import AdapterRef, ChunkOp, LoadOp, LoadResult, StepMetadata, StoreOp, WorkerReport
-from kvgate_vllm.page_export import Attachment, lend
-from kvgate_vllm.page_transfers import GatewayTransfers
 from kvgate_vllm.registration import Uncacheable, WorkerForm, worker_form
 from kvgate_vllm.session import artifact_set
 from kvgate_vllm.settings import ConnectorSettings
 from kvgate_vllm.state import EngineState, WeightsReport
-from kvgate_vllm.step_order import Mark, StepOrder
-from kvgate_vllm.transfer import Deadlines, HeldWrites, Packers, Transfers
+from kvgate_vllm.step_order import Mark
+from kvgate_vllm.ways import AnyTransfers, Ways
 
 if TYPE_CHECKING:
     import torch
-
-    from kvgate.transfer.records import PageExport
 
 LOGGER: Final = logging.getLogger("vllm.kvgate")
 CALL_S: Final = 5.0
@@ -43,12 +38,11 @@ MAX_LOAD_OPS: Final = 4096
 MAX_CONFIRMED: Final = 4096
 KEEPS_WRITES: Final = SINCE[KeepWrites]
 """Wire version in which a worker says which reservations it still holds."""
-ATTACH_PAUSE_S: Final = 0.5
+ATTACH_START_S: Final = 20.0
+"""How much longer the engine's start waits where the gateway is mapping its pages already."""
 REGISTER_PAUSE_S: Final = 5.0
 PAGES_GO_S: Final = 30.0
 """How long an engine that frees its pages waits for the copies under way."""
-TRANSIENT: Final = ("unavailable", "busy", "deadline")
-"""Codes of refusals that may be gone at the next attempt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +51,7 @@ class Registration:
 
     connection: int
     handle: bytes
-    transfers: Transfers | GatewayTransfers
+    transfers: AnyTransfers
 
 
 class WorkerSide:
@@ -70,11 +64,6 @@ class WorkerSide:
         self._settings = settings
         self._lock = threading.Lock()
         self._form: WorkerForm | None = None
-        self._tensors: Sequence[torch.Tensor] = ()
-        self._order: StepOrder | None = None
-        self._export: PageExport | None = None
-        self._held = HeldWrites()
-        self._packers: dict[tuple[int, str], Packers] = {}
         self._registration: Registration | None = None
         self._announced: Registration | None = None
         self._registered = threading.Event()
@@ -85,10 +74,10 @@ class WorkerSide:
         self._received: set[str] = set()
         self._draining: set[str] = set()
         self._unsaved: list[StoreOp] = []
-        self._pools = PoolMappings(prepare=True)
         self._load_jobs = JobThread("kvgate-load", MAX_LOAD_OPS)
         self._save_jobs = JobThread("kvgate-save", settings.save_queue_ops)
         self._client = GatewayClient(settings.socket_path(), "worker", settings.credential(), on_connect=self._on_connect)
+        self._ways = Ways(self._client, settings)
         self._client.start()
         state.on_weights_changed.append(self._weights_changed)
         state.on_pages_going.append(self._pages_going)
@@ -104,7 +93,7 @@ class WorkerSide:
             transfer_config = self._vllm_config.kv_transfer_config
             form = worker_form(description, str(transfer_config.engine_id), self._settings.numerics_class)
             tensors = [kv_caches[name] for name in sorted(form.geometry.groups[0].layer_names, key=extract_layer_index)]
-            export = lend(self._settings.transfer, form.pages, tensors)
+            self._ways.take(form, tensors)
         except (Uncacheable, GeometryError, RuntimeError) as error:
             self._state.log_once(str(error))
             return
@@ -112,11 +101,14 @@ class WorkerSide:
             self._state.log_once("the engine's layers are not those of its KV cache")
             return
         with self._lock:
-            self._form, self._tensors, self._export = form, tensors, export
-            self._order = StepOrder(tensors[0].device, shared=export is not None)
+            self._form = form
         if self._client.connected:
             self._client.spawn(self._register_again())
-        if not self._registered.wait(self._settings.register_ms / 1000):
+        in_time = self._registered.wait(self._settings.register_ms / 1000)
+        if not in_time and self._ways.attaching:
+            # There is a gateway, and it is starting a transfer process: not for ever, but what is served before is computed.
+            in_time = self._registered.wait(ATTACH_START_S)
+        if not in_time:
             LOGGER.warning("kvgate: not registered with a gateway yet; running without it until then")
 
     def handshake(self) -> bytes | None:
@@ -149,12 +141,15 @@ class WorkerSide:
         try:
             weights = self._state.weights()
             report = form.report(weights, welcome)
-            if self._export is None:
-                self._packers_for(form, welcome)  # before the gateway hears of pages that nothing can move
+            self._ways.check(form, welcome)
             reply = cast(Registered, await call(report, CALL_S))
             if welcome.wire >= KEEPS_WRITES:
-                await call(KeepWrites(reservations=self._held.all()), CALL_S)
-            transfers = await self._transfers(call, form, welcome)
+                await call(KeepWrites(reservations=self._ways.held_writes()), CALL_S)
+            transfers = await self._ways.transfers(call, form, welcome)
+        except (GatewayRefused, GatewayUnavailable):
+            if self._ways.must_lend:
+                self._client.spawn(self._register_later(connection))
+            raise
         except (Uncacheable, ContractError, GeometryError) as error:
             self._state.log_once(str(error))
             self._registered.set()
@@ -173,56 +168,10 @@ class WorkerSide:
         if previous is not None and welcome.wire < KEEPS_WRITES:
             previous.abort_unsettled(welcome.boot)
 
-    async def _transfers(self, call: Call, form: WorkerForm, welcome: Welcome) -> Transfers | GatewayTransfers:
-        """How pages move on the present connection. Raises what ``call`` raises where they have to be lent and can't be, and
-        ``GeometryError``."""
-        settings, order = self._settings, self._order
-        assert order is not None, "set with the form"
-        deadlines = Deadlines(settings.load_ms / 1000, settings.store_ms / 1000)
-        if self._export is not None:
-            try:
-                attachment = await self._attach(call, self._export)
-            except (GatewayRefused, GatewayUnavailable) as error:
-                if settings.transfer == "gateway":
-                    self._client.spawn(self._register_later(self._client.connection))
-                    raise
-                LOGGER.warning("kvgate: the gateway does not move our pages (%s); this worker copies by itself", error)
-            else:
-                LOGGER.info("kvgate: pages are moved by the gateway")
-                size_bytes, attach_s = form.payload(welcome).payload_bytes, settings.attach_ms / 1000
-                return GatewayTransfers(self._client, self._export, attachment, size_bytes, deadlines, attach_s)
-        packers = self._packers_for(form, welcome)
-        info = packers.any.describe()
-        LOGGER.info("kvgate: pages move by %s (%s), %d threads", info.name, info.reason, info.threads)
-        return Transfers(self._client, self._pools, packers, order, deadlines, self._held)
-
-    async def _attach(self, call: Call, export: PageExport) -> Attachment:
-        """Within the time for it: a transfer process may have to start first. One attempt where there is another way."""
-        until = time.monotonic() + self._settings.attach_ms / 1000
-        while True:
-            left_s = max(0.001, until - time.monotonic())
-            try:
-                return await Attachment.make(call, export, left_s)
-            except GatewayRefused as error:
-                last = self._settings.transfer != "gateway" or left_s <= ATTACH_PAUSE_S
-                if last or error.code not in TRANSIENT:
-                    raise
-            await asyncio.sleep(ATTACH_PAUSE_S)
-
     async def _register_later(self, connection: int) -> None:
         await asyncio.sleep(REGISTER_PAUSE_S)
         if self._client.connection == connection and self._registration is None:
             await self._register_again()
-
-    def _packers_for(self, form: WorkerForm, welcome: Welcome) -> Packers:
-        key = (welcome.chunk_tokens, welcome.codec)
-        packers = self._packers.get(key)
-        if packers is None:
-            payload, tensors = form.payload(welcome), self._tensors
-            packers = self._packers[key] = Packers(
-                lambda pool: Packer(form.pages, payload, tensors, pool=pool), locks_pool=tensors[0].device.type == "cuda"
-            )
-        return packers
 
     def _weights_changed(self, report: WeightsReport) -> None:
         """In the thread that changes the weights: before the first write, and again once a loader has hashed files anew."""
@@ -295,7 +244,7 @@ class WorkerSide:
         """Begin this step's loads; those inside the step are complete when this returns."""
         self._unsaved.extend(meta.stores)
         # Steps that are queued on the device may still use the blocks that these loads write.
-        mark = self._mark() if meta.loads else None
+        mark = self._ways.mark() if meta.loads else None
         for op in meta.loads:
             if not op.asynchronous:
                 self._load(op, mark)
@@ -305,7 +254,7 @@ class WorkerSide:
     def save(self, meta: StepMetadata) -> None:
         """Store this step's chunks, or hand them to the background."""
         stores, self._unsaved = self._unsaved, []
-        mark = self._mark() if stores else None
+        mark = self._ways.mark() if stores else None
         for op in stores:
             if not self._settings.async_save:
                 self._store(op, None, mark)
@@ -351,9 +300,7 @@ class WorkerSide:
         if registration is not None:
             registration.transfers.close()
         self._client.close()
-        self._pools.close()
-        for packers in self._packers.values():
-            packers.close()
+        self._ways.close()
 
     # Transfers: on the step thread, or on one of the two background threads
 
@@ -362,9 +309,6 @@ class WorkerSide:
         if registration is None or not self._adapter_ready(op.adapter, registration):
             return None
         return registration
-
-    def _mark(self) -> Mark | None:
-        return self._order.mark() if self._order is not None else None
 
     def _load(self, op: LoadOp, mark: Mark | None) -> None:
         failed = set(op.chunks)
