@@ -42,7 +42,11 @@ def _finish(scheduler: Any, failed: dict[str, dict[str, Any]], outputs: dict[int
 
     requests = [scheduler.requests[name] for name in failed if name in scheduler.requests]
     requests = [request for request in requests if not request.is_finished()]
-    scheduler.finish_requests([request.request_id for request in requests], RequestStatus.FINISHED_ERROR)
+    names = {request.request_id for request in requests}
+    scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)
+    for of_client in outputs.values():
+        # What this step sampled for one that fails was computed from something that it must not be computed from.
+        of_client.outputs = [one for one in of_client.outputs if one.request_id not in names]
     for request in requests:
         told = failed[request.request_id]
         LOGGER.info("%s", told["kvgate"]["error"])
@@ -84,7 +88,7 @@ def error_of(output: Any) -> str | None:
 
 
 def http_error(message: str) -> Exception:
-    """What this vLLM's API server answers with 409, or the nearest to it: 422 before 0.30, 400 where there is neither."""
+    """What this vLLM's API server answers with 409, or the nearest to it: 422 in 0.26, 400 where there is neither."""
     from vllm import exceptions
 
     if hasattr(exceptions, "GracefulHTTPError"):
