@@ -266,6 +266,7 @@ class LendingEngine(Engine):
             "blocks": blocks_of(*chunks),
             "skip_tokens": 0,
             "ready": None,
+            "paced": False,
         }
         if "gate" not in changes:
             changes["gate"] = self.gate.open_place()

@@ -136,6 +136,7 @@ def test_killed_during_a_load(engine: Engine, gateway_process: GatewayProcess, t
     assert_nothing_held(gateway_process)
 
 
+@pytest.mark.slow
 def test_killed_during_a_store(engine: Engine, gateway_process: GatewayProcess, truth: Reply) -> None:
     """kill -9 in the middle of a store: nothing half-written is there, and no slot stays taken."""
     pid = mover(gateway_process)
@@ -165,6 +166,7 @@ def test_a_load_that_was_given_up_writes_nothing_later(engine: Engine, gateway_p
     assert_nothing_held(gateway_process)
 
 
+@pytest.mark.slow
 def test_a_gateway_that_hangs_in_a_load(engine: Engine, gateway_process: GatewayProcess, truth: Reply) -> None:
     """The daemon stops in the middle of a load while the process goes on: the load is given up, and nothing is written later."""
     restores(engine, "daemon hangs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import struct
 import subprocess
@@ -135,6 +136,7 @@ def test_a_load_is_asked_for_in_pieces(tmp_path: Path) -> None:
     assert [message.skip_tokens for message in asked] == [32, 0, 0]
     assert [message.blocks for message in asked] == [struct.pack("<16I", *range(16 * n, 16 * n + 16)) for n in range(3)]
     assert all(message.ready is None for message in asked)
+    assert all(message.paced for message in asked), "no step waits for a load in the background"
 
 
 def test_small_chunks_share_a_message(tmp_path: Path) -> None:
@@ -175,6 +177,27 @@ def test_a_refused_load_fails_and_gives_its_place_back(tmp_path: Path) -> None:
         assert attachment is not None
         assert len(attachment.gate._free) == PLACES - 1
         assert len(lender.heard(AttachPages)) == 1
+
+
+def test_attaching_leaves_no_descriptor_behind(tmp_path: Path) -> None:
+    """Neither one that was refused nor one that was replaced."""
+
+    def script(message: Record) -> Record | None:
+        return REFUSED if isinstance(message, AttachPages) and len(gates) % 2 else None
+
+    gates: list[int] = []
+    with lending(tmp_path, script) as lender:
+        client, export = lender.transfers._client, lender.transfers._export
+        gc.collect()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(6):
+            gates.append(1)
+            made = client.spawn(Attachment.make(client.request, export, WAIT_S))
+            if made.exception(WAIT_S) is None:
+                made.result().gate.open_place()
+            del made
+            gc.collect()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize("way", ["load", "store"])

@@ -217,7 +217,13 @@ class Pages:
                 for at, slot in enumerate(plan.slots)
             ]
             digests = await mover.unpack(
-                handle, self._pool.generation, moves, self._config.transfer_s, ready=message.ready, gate=message.gate
+                handle,
+                self._pool.generation,
+                moves,
+                self._config.transfer_s,
+                ready=message.ready,
+                gate=message.gate,
+                paced=message.paced,
             )
             mismatched = tuple(slot.chunk for slot, digest in zip(plan.slots, digests, strict=True) if digest != slot.digest)
         except (TransferUnavailable, MoveRefused) as error:

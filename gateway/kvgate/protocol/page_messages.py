@@ -86,6 +86,7 @@ class PagesStored(Record):
 class LoadPages(Record):
     """Copy held ``chunks`` into pages and check their digests. ``blocks`` as in ``StorePages``; the first ``skip_tokens`` of the first
     chunk are not touched. ``gate``: the place in the gate that must be open; ``ready``: event behind which the pages may be written.
+    ``paced``: no step waits for it, so it may go slower beside a device that is busy computing.
     """
 
     lease: bytes = specs.raw_bytes(max_bytes=LEASE_BYTES, exact=LEASE_BYTES)
@@ -94,6 +95,7 @@ class LoadPages(Record):
     skip_tokens: int = specs.uint(maximum=65_536)
     gate: int = specs.uint(minimum=1, maximum=GATE_PLACES - 1)
     ready: bytes | None = specs.optional(specs.raw_bytes(max_bytes=EVENT_HANDLE_BYTES, exact=EVENT_HANDLE_BYTES))
+    paced: bool = specs.boolean()
 
 
 @frozen

@@ -48,6 +48,8 @@ class Attachment:
     def __init__(self, gate: Gate, mover: int) -> None:
         """``mover``: the process's id."""
         self.gate = gate
+        # With the last load that still holds it: only then nobody asks about a place any more.
+        weakref.finalize(self, gate.close)
         try:
             self._mover = os.pidfd_open(mover)
         except ProcessLookupError:
@@ -59,9 +61,13 @@ class Attachment:
     async def make(cls, call: Call, export: PageExport, deadline_s: float) -> Attachment:
         """Have the gateway map the pages. Raises what ``call`` raises; ``GatewayUnavailable`` also for other process ids over there."""
         gate = Gate()
-        reply = cast(PagesAttached, await call(AttachPages(export=export, gate=gate.descriptor), deadline_s))
-        if reply.worker != os.getpid():
-            raise GatewayUnavailable("the gateway is in another PID namespace: it can't move this worker's pages")
+        try:
+            reply = cast(PagesAttached, await call(AttachPages(export=export, gate=gate.descriptor), deadline_s))
+            if reply.worker != os.getpid():
+                raise GatewayUnavailable("the gateway is in another PID namespace: it can't move this worker's pages")
+        except BaseException:
+            gate.close()
+            raise
         return cls(gate, reply.mover)
 
     def take_back(self, place: int) -> None:

@@ -140,6 +140,7 @@ class GatewayTransfers:
             skip_tokens=op.skip_tokens if chunks[0] == op.first else 0,
             gate=place,
             ready=mark.handle if mark else None,
+            paced=op.asynchronous,
         )
         try:
             return _Piece(chunks, place, self._patience.send(message, self._deadlines.load_s))
