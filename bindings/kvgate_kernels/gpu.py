@@ -13,7 +13,7 @@ import torch
 from kvgate_kernels import driver
 from kvgate_kernels.backend import Backend, BackendFactory, NativeUnavailable, Options
 from kvgate_kernels.geometry import Codec, PayloadGeometry
-from kvgate_kernels.gpu_lanes import BUSY_SHARE, STAGE_BYTES, Batch, Lane, groups, is_unhurried, pack_groups, unpack_groups
+from kvgate_kernels.gpu_lanes import BUSY_SHARE, STAGE_BYTES, Batch, Lane, groups, pace_of_caller, pack_groups, unpack_groups
 from kvgate_kernels.gpu_plan import (
     CODED_SIGNATURE,
     GATHER_SIGNATURE,
@@ -321,7 +321,7 @@ class GpuBackend:
                 self._kernels.hash(tables, first, n, room, out, stream)
 
         batch = Batch(size, [move.address for move in moves], places, move, hash_)
-        (pack_groups if pack else unpack_groups)(lane, batch, plan, paced=is_unhurried())
+        (pack_groups if pack else unpack_groups)(lane, batch, plan, pace_of_caller())
         return self._finish(lane, tables, out, count)
 
 

@@ -36,6 +36,7 @@ _SWITCH_S = 4e-4
 """What a group costs others beside its own time, about: the change to our work and back, twice with digests, and cold caches."""
 _BUSY_S = 0.25
 """A device counts as busy for so long after kernels had to wait: they don't always have to."""
+_REST_S = 2e-3
 _KEPT, _ENOUGH = 0.7, 1.2
 """What a late group still counts after the next one, and the sum that means busy: two of five, since one may be chance."""
 
@@ -48,18 +49,19 @@ _caller = threading.local()
 
 
 @contextmanager
-def unhurried() -> Iterator[None]:
-    """Calls of this thread inside are waited for by nobody: they leave a busy device to others."""
-    _caller.unhurried = True
+def unhurried(wanted: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Calls of this thread inside are waited for by nobody: they leave a busy device to others, until ``wanted`` says True."""
+    _caller.wanted = wanted
     try:
         yield
     finally:
-        _caller.unhurried = False
+        _caller.wanted = None
 
 
-def is_unhurried() -> bool:
-    """Whether this thread is inside ``unhurried``."""
-    return bool(getattr(_caller, "unhurried", False))
+def pace_of_caller() -> Callable[[], bool] | None:
+    """The ``wanted`` of the ``unhurried`` that this thread is inside of, None outside."""
+    wanted: Callable[[], bool] | None = getattr(_caller, "wanted", None)
+    return wanted
 
 
 class Pacer:
@@ -76,8 +78,8 @@ class Pacer:
         """The group's kernels are launched, and nothing of ours keeps them waiting."""
         self._began_at = time.monotonic()
 
-    def end(self, nbytes: int) -> None:
-        """They are through. Sleeps where they had to wait for others, then or a moment ago."""
+    def end(self, nbytes: int, wanted: Callable[[], bool]) -> None:
+        """They are through. Rests where they had to wait for others, now or a moment ago, until ``wanted``."""
         now = time.monotonic()
         took_s = now - self._began_at
         if nbytes >= _TELLING_BYTES:
@@ -87,7 +89,9 @@ class Pacer:
             if late and self._late > _ENOUGH:
                 self._busy_until = now + _BUSY_S
         if now < self._busy_until:
-            time.sleep(max(0.0, (nbytes * self._best_s_per_byte + _SWITCH_S) / self._share - took_s))
+            until = now + (nbytes * self._best_s_per_byte + _SWITCH_S) / self._share - took_s
+            while (left_s := until - time.monotonic()) > 0 and not wanted():
+                time.sleep(min(left_s, _REST_S))
 
 
 @dataclass
@@ -187,13 +191,13 @@ def runs(addresses: Sequence[int], size: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def pack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], *, paced: bool) -> None:
-    """Queues everything from pages to host memory; it is under way when this returns."""
+def pack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], wanted: Callable[[], bool] | None) -> None:
+    """Queues everything from pages to host memory; it is under way when this returns. wanted: see ``unhurried``; None: hurry."""
     for turn, (first, n) in enumerate(plan):
         stage = lane.stages[turn % 2]
         if turn >= 2:
             lane.work.wait_event(stage.copies)
-            if paced:
+            if wanted is not None:
                 stage.copies.synchronize()
         lane.pacer.begin()
         batch.move(first, n)
@@ -202,13 +206,13 @@ def pack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], *, pa
         batch.copy(lane, first, n, out=True)
         stage.copies.record(lane.copy)
         batch.hash(first, n)  # beside the copies
-        if paced:
+        if wanted is not None:
             lane.work.synchronize()
-            lane.pacer.end(n * batch.payload_bytes)
+            lane.pacer.end(n * batch.payload_bytes, wanted)
 
 
-def unpack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], *, paced: bool) -> None:
-    """Queues everything from host memory to pages; it is under way when this returns."""
+def unpack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], wanted: Callable[[], bool] | None) -> None:
+    """Queues everything from host memory to pages; it is under way when this returns. wanted: as for ``pack_groups``."""
 
     def copy_in(turn: int) -> None:
         stage, (first, n) = lane.stages[turn % 2], plan[turn]
@@ -223,15 +227,15 @@ def unpack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], *, 
         if turn + 1 < len(plan):
             copy_in(turn + 1)
         lane.work.wait_event(stage.copies)
-        if paced:
+        if wanted is not None:
             stage.copies.synchronize()
         lane.pacer.begin()
         batch.hash(first, n)
         batch.move(first, n)
         stage.kernels.record(lane.work)
-        if paced:
+        if wanted is not None:
             lane.work.synchronize()
-            lane.pacer.end(n * batch.payload_bytes)
+            lane.pacer.end(n * batch.payload_bytes, wanted)
 
 
 def groups(count: int, most: int, *, pack: bool) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -52,14 +52,15 @@ class Options:
 class Attached:
     """One worker's pages. Moves hold it while they run; ``closing`` lets no further one begin."""
 
-    def __init__(self, pages: ImportedPages, packer: Packer, gate: MoverGate | None) -> None:
+    def __init__(self, pages: ImportedPages, store: Packer, load: Packer, gate: MoverGate | None) -> None:
+        """store, load: one packer for each direction, so that their threads do not wait for each other."""
         self.gate = gate
         self.pages: ImportedPages | None = pages
-        self.packer: Packer | None = packer
+        self.packers: dict[bool, Packer] = {False: store, True: load}
         self.users = 0
         self.closing = False
-        self.blocks = packer.payload.blocks(pages.geometry.block_tokens)
-        self.payload_bytes = packer.payload.payload_bytes
+        self.blocks = store.payload.blocks(pages.geometry.block_tokens)
+        self.payload_bytes = store.payload.payload_bytes
 
     @contextmanager
     def allowed(self, place: int | None, unpack: bool) -> Iterator[None]:
@@ -76,14 +77,15 @@ class Attached:
 
     def close(self) -> None:
         """Give the memory back. Tensors go first: nothing of them may outlive the mapping."""
-        pages, packer, self.pages, self.packer = self.pages, self.packer, None, None
-        if pages is None or packer is None:
+        pages, self.pages = self.pages, None
+        if pages is None:
             return
         if self.gate is not None:
             self.gate.close()
-        packer.close()
+        while self.packers:
+            self.packers.popitem()[1].close()
         close = pages.close
-        del pages, packer
+        del pages
         close()
 
 
@@ -102,25 +104,26 @@ class Engine:
         """Map pages; the answer to ATTACH. Raises ``Refused``, ``NoRoom``."""
         if len(self._handles) >= MAX_HANDLES:
             raise NoRoom("too many workers' pages are attached")
-        try:
-            said, shape = PageExport.decode(export), PayloadShape.decode(payload)
-            pages = import_pages(said, worker, self._device.torch_device)
-        except (ContractError, ImportRefused, GeometryError) as error:
-            raise Refused(str(error)) from None
-        try:
-            mover_gate = None if gate is None else MoverGate.open(worker.pid, gate)
-            packer = self._packer(pages, shape)
-        except (GateError, GeometryError) as error:
-            close = pages.close
-            del pages
-            close()
-            raise Refused(str(error)) from None
-        attached = Attached(pages, packer, mover_gate)
+        with ExitStack() as undo:
+            try:
+                said, shape = PageExport.decode(export), PayloadShape.decode(payload)
+                pages = import_pages(said, worker, self._device.torch_device)
+                undo.callback(pages.close)
+                mover_gate = None if gate is None else MoverGate.open(worker.pid, gate)
+                if mover_gate is not None:
+                    undo.callback(mover_gate.close)
+                store, load = (undo.enter_context(closing(self._packer(pages, shape))) for _ in range(2))
+            except (ContractError, ImportRefused, GateError, GeometryError) as error:
+                raise Refused(str(error)) from None
+            except torch.OutOfMemoryError:
+                raise NoRoom("the device has no memory for these pages' tables") from None
+            undo.pop_all()
+        attached = Attached(pages, store, load, mover_gate)
         with self._changed:
             number = next(self._numbers)
             self._handles[number] = attached
-        info = packer.describe()
-        return [number, packer.num_blocks, attached.payload_bytes, info.name, info.reason]
+        info = store.describe()
+        return [number, store.num_blocks, attached.payload_bytes, info.name, info.reason]
 
     def _packer(self, pages: ImportedPages, shape: PayloadShape) -> Packer:
         payload = PayloadGeometry.of(pages.geometry, shape.chunk_tokens, Codec.named(shape.codec))
@@ -157,8 +160,11 @@ class Engine:
         except (PoolError, driver.DriverError) as error:
             raise Refused(str(error)) from None
 
-    def pack(self, body: MoveBody, until: float) -> list[bytes]:
-        """The answer to PACK; ``until``: its deadline, by ``time.monotonic()``. Raises ``Refused``, ``NoRoom``, ``Late``."""
+    def pack(self, body: MoveBody, until: float, wanted: Callable[[], bool]) -> list[bytes]:
+        """The answer to PACK. Raises ``Refused``, ``NoRoom``, ``Late``.
+
+        until: its deadline, by ``time.monotonic()``. wanted: whether somebody waits for the next one, if nobody does for this.
+        """
 
         def run(packer: Packer, moves: list[ChunkMove]) -> list[bytes]:
             try:
@@ -166,17 +172,25 @@ class Engine:
             except NonFiniteValues as error:
                 return pack_result(len(moves), error.digests, error.indices)
 
-        return self._move(body, until, run)
+        return self._move(body, until, wanted, run)
 
-    def unpack(self, body: MoveBody, until: float) -> bytes:
+    def unpack(self, body: MoveBody, until: float, wanted: Callable[[], bool]) -> bytes:
         """The answer to UNPACK. As ``pack``."""
 
         def run(packer: Packer, moves: list[ChunkMove]) -> bytes:
             return b"".join(packer.unpack(moves, digest=body.digest))
 
-        return self._move(body, until, run, unpack=True)
+        return self._move(body, until, wanted, run, unpack=True)
 
-    def _move(self, body: MoveBody, until: float, run: Callable[[Packer, list[ChunkMove]], _T], *, unpack: bool = False) -> _T:
+    def _move(
+        self,
+        body: MoveBody,
+        until: float,
+        wanted: Callable[[], bool],
+        run: Callable[[Packer, list[ChunkMove]], _T],
+        *,
+        unpack: bool = False,
+    ) -> _T:
         try:
             with self._using(body.number) as attached, self._pools.use(body.generation) as pool:
                 count = len(body.offsets)
@@ -187,9 +201,8 @@ class Engine:
                     ChunkMove(pool.view(offset, attached.payload_bytes), table, skip)
                     for offset, table, skip in zip(body.offsets, tables, body.skips, strict=True)
                 ]
-                packer = attached.packer
-                assert packer is not None  # it is in use
-                hurry = unhurried() if body.paced else nullcontext()
+                packer = attached.packers[unpack]
+                hurry = unhurried(wanted) if body.paced else nullcontext()
                 with self._device.ordered(body.ready, until), attached.allowed(body.gate, unpack), hurry:
                     return run(packer, moves)
         except (PoolError, MoveError, NoSuchPool, EventRefused) as error:

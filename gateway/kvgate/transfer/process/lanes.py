@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request's work. ``run`` answers it itself."""
+    """One request's work. ``run`` answers it itself. urgent: somebody waits for it."""
 
     request_id: int
     run: Callable[[], None]
+    urgent: bool = False
 
 
 class Lane:
@@ -38,6 +39,11 @@ class Lane:
             self._jobs.append(job)
             self._changed.notify()
             return True
+
+    def urgent(self) -> bool:
+        """Whether an urgent job waits."""
+        with self._changed:
+            return any(job.urgent for job in self._jobs)
 
     def take_back(self, request_id: int) -> bool:
         """Remove a job that has not begun; False where there is none of that number."""

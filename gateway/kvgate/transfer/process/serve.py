@@ -60,7 +60,10 @@ class Server:
             self._stop(request_id)
             return
         lane = {Op.PACK: "store", Op.UNPACK: "load"}.get(op, "rest")
-        if not self._lanes[lane].put(Job(request_id, lambda: self._do(request_id, op, until, body))):
+        if lane != "rest":
+            body = MoveBody.from_value(body)
+        urgent = lane != "rest" and not body.paced
+        if not self._lanes[lane].put(Job(request_id, lambda: self._do(request_id, op, until, body), urgent)):
             self.answer(request_id, Code.UNAVAILABLE, "too many requests wait")
 
     def _do(self, request_id: int, op: Op, until: float, body: Any) -> None:
@@ -78,9 +81,9 @@ class Server:
     def _call(self, op: Op, until: float, body: Any) -> object:
         engine = self._engine
         if op is Op.PACK:
-            return engine.pack(MoveBody.from_value(body), until)
+            return engine.pack(body, until, self._lanes["store"].urgent)
         if op is Op.UNPACK:
-            return engine.unpack(MoveBody.from_value(body), until)
+            return engine.unpack(body, until, self._lanes["load"].urgent)
         if op is Op.ATTACH:
             export, payload, pid, uid, gate = body
             return engine.attach(export, payload, WorkerProcess(pid, uid), gate)
