@@ -92,7 +92,7 @@ class Bench:
             self._add("ttft.miss.512.h200", added, None)
             self._add("ttft.miss.32k.h200", [first["ttft_ms"]], computed_ms)
             self._say(f"misses: {statistics.median(misses)} ms with, {statistics.median(plain_misses)} ms without")
-            if self._options.backend == "lmcache":
+            if self._options.backend == "lmcache" and not self._options.no_l2:
                 gateway.stop()
                 self._say(f"gateway again {gateway.start()} s")
                 cold = engines.run(
@@ -157,6 +157,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=records.LOCAL)
     parser.add_argument("--commit", default="")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor with CUDA graphs: starts sooner")
+    parser.add_argument("--no-l2", action="store_true", help="leave out the run after a restart")
     parser.add_argument("--backend", choices=("lmcache", "memory"), default="lmcache")
     options = parser.parse_args()
     if not gpus():

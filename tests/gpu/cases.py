@@ -45,24 +45,54 @@ def restore(suite: Suite) -> None:
         suite.check("nothing_restored_at_first", first["restored"] == second["restored"] == 0, dump(first["report"]))
         suite.check("local_cache_works", local["cached"] == 1024, f"{local['cached']} tokens cached locally")
         restart(suite, running)
-        steps = [ask(one, pages=True), ask(two, pages=True), ask(one, adapter=tuned, pages=True)]
+        # An engine that runs steps ahead loads an adapter with the first request that needs it: that one is computed.
+        steps = [
+            ask(one, pages=True),
+            ask(two, pages=True),
+            ask(one, adapter=tuned),
+            {"forget": 1},
+            ask(one, adapter=tuned, pages=True),
+        ]
         steps += [ask(one, adapter=other), ask(one, salt="another"), {"forget": 1}, ask(one, pages=True)]
-        again, again_two, again_adapted, reloaded, salted, _, third = suite.engines.run(job(running, steps, **LORA), "restore")
+        again, again_two, loading, _, again_adapted, reloaded, salted, _, third = suite.engines.run(
+            job(running, steps, **LORA), "restore"
+        )
+        suite.same("adapter_loading_text", loading, local_adapted)
         for name, got, stored, wanted in (
             ("base", again, first, local),
             ("base_two", again_two, second, local_two),
             ("adapter", again_adapted, adapted, local_adapted),
             ("after_forgetting", third, first, local),
         ):
-            suite.restored(name, got)
-            suite.check(f"{name}_pages", got.get("pages") == stored.get("pages"), "the pages hold the bytes that were stored")
-            suite.same(f"{name}_text", got, wanted)
+            _whole(suite, name, got, stored, wanted)
         suite.missed("other_adapter_same_name", reloaded, running, "adapter")
         suite.check("other_adapter_text", reloaded["tokens"] != again_adapted["tokens"], "each adapter has its own text")
         suite.missed("other_salt", salted, running, "scope")
         suite.same("other_salt_text", salted, local)
         _must_miss(suite, running, one)
         _declared_equal(suite, running, one)
+
+
+def _whole(suite: Suite, name: str, got: dict[str, Any], stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """``got`` was restored: all of it, with the pages of ``stored`` and the text of ``wanted``."""
+    suite.restored(name, got)
+    suite.check(f"{name}_pages", got.get("pages") == stored.get("pages"), "the pages hold the bytes that were stored")
+    suite.same(f"{name}_text", got, wanted)
+
+
+def adapters(suite: Suite) -> None:
+    """KV of an adapter after a restart of the engine, and not of another adapter under its name."""
+    prompt = text_prompt(4)
+    tuned = {"name": "tuned", "source": str(KJV), "path": str(suite.folder("adapter") / "tuned")}
+    other = tuned | {"source": str(PYTHON), "reload": True}
+    with gateway(suite, "adapters") as running:
+        steps = [ask(prompt, adapter=tuned, pages=True), ask(prompt, adapter=tuned)]
+        first, local = suite.engines.run(job(running, steps, **LORA), "adapter, store")
+        steps = [ask(prompt, adapter=tuned), {"forget": 1}, ask(prompt, adapter=tuned, pages=True), ask(prompt, adapter=other)]
+        loading, _, again, reloaded = suite.engines.run(job(running, steps, **LORA), "adapter, restore")
+        suite.same("loading_text", loading, local)
+        _whole(suite, "adapter", again, first, local)
+        suite.missed("other_adapter_same_name", reloaded, running, "adapter")
 
 
 def _must_miss(suite: Suite, running: Gateway, prompt: list[int]) -> None:
@@ -110,9 +140,7 @@ def runners(suite: Suite) -> None:
             suite.check(f"{name}_is_it", f"'runner': '{name}'" in str(what["kvgate"]), dump(what))
             if name == "v1":
                 suite.missed("v1_after_v2", first, running, "numerics")
-            suite.restored(name, again)
-            suite.check(f"{name}_pages", again.get("pages") == first.get("pages"), "the pages hold the bytes that were stored")
-            suite.same(f"{name}_text", again, local)
+            _whole(suite, name, again, first, local)
 
 
 def wide(suite: Suite) -> None:
@@ -132,9 +160,7 @@ def wide(suite: Suite) -> None:
             ("two", again_two, second, local_two),
             ("warm", third, first, local),
         ):
-            suite.restored(name, got)
-            suite.check(f"{name}_pages", got.get("pages") == stored.get("pages"), "the pages hold the bytes that were stored")
-            suite.same(f"{name}_text", got, wanted)
+            _whole(suite, name, got, stored, wanted)
 
 
 def graphs(suite: Suite) -> None:
@@ -147,9 +173,7 @@ def graphs(suite: Suite) -> None:
         (again,) = suite.engines.run(
             job(running, [ask(prompt, pages=True)], enforce_eager=False), "graphs, restore", within_s=240
         )
-        suite.restored("graphs", again)
-        suite.check("pages", again.get("pages") == first.get("pages"), "the pages hold the bytes that were stored")
-        suite.same("text", again, local)
+        _whole(suite, "graphs", again, first, local)
         (eager,) = suite.engines.run(job(running, [ask(prompt)]), "eager after graphs")
         suite.missed("eager", eager, running, "numerics")
 

@@ -34,8 +34,13 @@ def used_mib() -> int:
 
 
 def pools() -> set[str]:
-    """Names in shared memory."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """Names in shared memory, but for CUDA's own (``cuda_names``)."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("cuda.shm.")}
+
+
+def cuda_names() -> list[str]:
+    """What CUDA itself keeps in shared memory for events between processes: a note, since only CUDA can remove what it holds open."""
+    return sorted(path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("cuda.shm."))
 
 
 def settled_mib(limit_mib: int) -> int:
@@ -92,6 +97,7 @@ def engine_killed(suite: Suite) -> None:
             (got,) = suite.engines.run(job(running, [ask(prompt, salt=salt)], model, **OPTIONS), f"after: {salt}")
             suite.same(f"text_{salt[-1]}", got, local)
             suite.facts[f"{suite.case}.restored_{salt[-1]}"] = got["restored"]
+    suite.facts[f"{suite.case}.cuda_shm"] = cuda_names()
     suite.check("shared_memory", pools() <= names, f"new in shared memory: {sorted(pools() - names)[:8]}")
 
 
@@ -139,4 +145,5 @@ def transfer_killed(suite: Suite) -> None:
         held = running.let_go()
         suite.check("lets_go", not held, f"still held: {dump(held)}")
         suite.check("is_back", running.child("kvgate.transfer") not in (None, *killed), "another transfer process runs")
+    suite.facts[f"{suite.case}.cuda_shm"] = cuda_names()
     suite.check("shared_memory", pools() <= names, f"new in shared memory: {sorted(pools() - names)[:8]}")
