@@ -81,10 +81,11 @@ def _coded_kernel(layers_ptr, table_ptr, out_ptr, layer_bytes, chunk_bytes, bloc
     tl.store(begin.to(tl.pointer_type(tl.bfloat16)) + row * DIM + dim, tl.load(source))
     rows: tl.constexpr = HEADS * BLOCKS * TOKENS
     value = tl.reshape(tl.load(source + DIM).to(tl.float32), (TOKENS, DIM // 32, 32))
-    scale = tl.maximum(tl.max(tl.abs(value), 2) / 127.0, 1.1754943508222875e-38)
+    # Triton's own division is approximate, and a scale that is rounded up shows it.
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), 2), 127.0), 1.1754943508222875e-38)
     scale = (((scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16) << 16).to(tl.float32, bitcast=True)
     # Adding 1.5 * 2**23 rounds half to even.
-    code = (value * (1.0 / scale)[:, :, None] + 12582912.0) - 12582912.0
+    code = (value * tl.div_rn(1.0, scale)[:, :, None] + 12582912.0) - 12582912.0
     codes = (begin + rows * DIM * 2).to(tl.pointer_type(tl.int8))
     tl.store(codes + row * DIM + dim, tl.reshape(code, (TOKENS, DIM)).to(tl.int8))
     scales = (begin + rows * DIM * 3).to(tl.pointer_type(tl.bfloat16))
@@ -100,5 +101,5 @@ def triton_pack_k16v8(pages: Sequence[torch.Tensor], table: torch.Tensor, out: t
     grid = (heads * blocks, len(pages), chunks)
     return lambda: _coded_kernel[grid](
         addresses, table, out, out.shape[1] // len(pages), out.shape[1], pages[0].stride(0),
-        HEADS=heads, TOKENS=tokens, DIM=width // 2, BLOCKS=blocks, num_warps=4,
+        HEADS=heads, TOKENS=tokens, DIM=width // 2, BLOCKS=blocks, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

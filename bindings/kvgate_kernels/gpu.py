@@ -19,6 +19,7 @@ from kvgate_kernels.gpu_plan import (
     GATHER_SIGNATURE,
     LINE_BYTES,
     RAW_SIGNATURE,
+    SMALL_BYTES,
     THREADS,
     NoKernel,
     argument_tail,
@@ -118,8 +119,9 @@ class GpuKernels:
         self._code = code
         self._pages = pages
         self._payload = payload
-        self._plans = {pack: make_plan(pages, payload, pack=pack) for pack in (True, False)}
-        self._tails = {pack: argument_tail(plan, pages, payload) for pack, plan in self._plans.items()}
+        ways = [(pack, small) for pack in (True, False) for small in (True, False)]
+        self._plans = {way: make_plan(pages, payload, pack=way[0], small=way[1]) for way in ways}
+        self._tails = {way: argument_tail(plan, pages, payload) for way, plan in self._plans.items()}
         self._blocks = payload.blocks(pages.geometry.block_tokens)
         self._addresses = torch.tensor(pages.addresses, dtype=torch.int64, device=pages.device)
 
@@ -146,10 +148,11 @@ class GpuKernels:
             skips + 4 * first,
             skips + 4 * (total + first),
         )
-        plan = self._plans[pack]
+        way = (pack, count * self._payload.payload_bytes < SMALL_BYTES)
+        plan = self._plans[way]
         grid = plan.grid(self._blocks, self._payload.layers, count)
         kernel = self._code.kernels[kernel_name(self._payload, pack)]
-        kernel.launch(grid, THREADS, stream, (*addresses[: table_count(plan)], *self._tails[pack]))
+        kernel.launch(grid, THREADS, stream, (*addresses[: table_count(plan)], *self._tails[way]))
 
     def gather(self, payloads: torch.Tensor, slots: torch.Tensor, rotation: DeviceRotation | None, stream: int) -> None:
         """Queues a gather: payloads int64 [n] addresses, slots int32 [n, tokens], both on the device."""

@@ -11,9 +11,12 @@ LINE_BYTES = 16
 THREADS = 256
 
 TILE_BYTES = 16 << 10
+SMALL_TILE_BYTES = 8 << 10
 ENCODED_TILE_BYTES = 32 << 10
-"""About what one thread block moves, and packing k16v8, where K and V have blocks of their own. Chosen by measurement
-(docs/kernels.md)."""
+"""About what one thread block moves; raw in batches of less than SMALL_BYTES; and packing k16v8, where K and V have blocks of their
+own. Chosen by measurement (docs/decisions/kernels-launch.md)."""
+
+SMALL_BYTES = 256 << 20
 
 
 class NoKernel(Exception):
@@ -88,8 +91,14 @@ def _check(pages: PageSet, payload: PayloadGeometry, row_bytes: int, lines: int,
         raise NoKernel(f"payload layers of {payload.layer_bytes} bytes are no multiple of {LINE_BYTES}")
 
 
-def make_plan(pages: PageSet, payload: PayloadGeometry, *, pack: bool) -> Plan:
-    """The plan for one direction; ``NoKernel`` if there is none.
+def _tile_bytes(coded: bool, pack: bool, small: bool) -> int:
+    if coded:
+        return ENCODED_TILE_BYTES if pack else TILE_BYTES
+    return SMALL_TILE_BYTES if small else TILE_BYTES
+
+
+def make_plan(pages: PageSet, payload: PayloadGeometry, *, pack: bool, small: bool) -> Plan:
+    """The plan for one direction and size of batch; ``NoKernel`` if there is none.
 
     Rows of a tile count in payload order. Packing goes through one chunk's layers before the next chunk; unpacking goes through
     all chunks' first layer first, so that writes to one layer's scattered pages meet in time.
@@ -98,7 +107,7 @@ def make_plan(pages: PageSet, payload: PayloadGeometry, *, pack: bool) -> Plan:
     row = geometry.head_dim * geometry.element_bytes
     tokens = payload.chunk_tokens
     coded = payload.codec is not Codec.RAW
-    tile_bytes = ENCODED_TILE_BYTES if coded and pack else TILE_BYTES
+    tile_bytes = _tile_bytes(coded, pack, small)
     heads = _group_heads(pages, row, tile_bytes)
     groups = geometry.kv_heads // heads
     parts = _parts(pages, heads * geometry.components * row, tile_bytes)

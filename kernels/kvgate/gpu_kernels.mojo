@@ -3,7 +3,8 @@ from max.gpu import block_idx
 from kvgate.gpu_move import Axes, decode_lines, encode_units, move_rows, tile_bases
 
 
-comptime UNROLL = 2  # lines or units in flight per thread; measured, see docs/kernels.md
+comptime RAW_UNROLL = 1
+comptime UNROLL = 2  # coded: lines or units in flight per thread; measured, see docs/decisions/kernels-launch.md
 
 
 def raw_kernel[TO_PAYLOAD: Bool](
@@ -22,7 +23,7 @@ def raw_kernel[TO_PAYLOAD: Bool](
         block_stride, group_page, group_rows, row_bytes, layer_bytes, move, layer,
     )
     var axes = Axes(n0, magic0, n1, magic1, page0, page1, page2, payload0, payload1, payload2, token_axis)
-    move_rows[TO_PAYLOAD, UNROLL](
+    move_rows[TO_PAYLOAD, RAW_UNROLL](
         at.page, at.payload + at.row * Int(row_bytes), at.tokens, axes, lines, row_lines, row_magic
     )
 
