@@ -184,6 +184,23 @@ def test_sets_without_entries_are_dropped(path: Path, monkeypatch: pytest.Monkey
         base.close()
 
 
+def test_many_variants_push_out_neither_ordinary_sets_nor_everything(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each manifest is a set of its own: publishing many costs the oldest variants their entries, and no engine its own."""
+    monkeypatch.setattr(explain_index, "MAX_SETS", 8)
+    index = ExplainIndex(path, 1000)
+    engine = make("engine", "mine")
+    index.add(links("mine"), engine)
+    variants = [make("engine", f"nonce {number}", f"manifest {number}") for number in range(100)]
+    for number, variant in enumerate(variants):
+        index.add(links(str(number)), variant)
+        assert index.holds(links("mine")[0], engine)
+    kept = [index.holds(links(str(number))[0], variant) for number, variant in enumerate(variants)]
+    assert kept == [False] * (100 - sum(kept)) + [True] * sum(kept)
+    assert sum(kept) >= 3
+    assert len(index) == sum(kept) + 1
+    index.close()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(

@@ -14,7 +14,8 @@ from typing import Final
 
 import structlog
 
-from kvgate.daemon.reasons import ACCESS_BYTES, SET_BYTES, Make
+from kvgate.contract.digests import DIGEST_BYTES
+from kvgate.daemon.reasons import ACCESS_BYTES, ORDINARY_PART, SET_BYTES, VARIANT_AT, Make
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +46,12 @@ _COLUMNS: Final = [("age", "link", "access", "parts"), ("id", "parts")]
 _TRIM_LINK: Final = f"""
 DELETE FROM entries WHERE age IN
     (SELECT age FROM entries WHERE link = ? AND access = ? ORDER BY age DESC LIMIT -1 OFFSET {MAX_MAKES})
+"""
+_DROP_UNNAMED: Final = "DELETE FROM sets WHERE id NOT IN (SELECT parts FROM entries)"
+_TRIM_SETS: Final = f"""
+DELETE FROM entries WHERE parts NOT IN
+    (SELECT sets.id FROM sets JOIN entries ON entries.parts = sets.id GROUP BY sets.id
+     ORDER BY substr(sets.parts, {VARIANT_AT + 1}, {DIGEST_BYTES}) = ? DESC, max(entries.age) DESC LIMIT ?)
 """
 
 
@@ -164,13 +171,18 @@ class ExplainIndex:
         self._count -= self._base.total_changes - before
 
     def _trim_sets(self) -> None:
-        """Drop sets that no entry names; if that is not enough, everything: it takes thousands of engines to get there."""
+        """Drop sets that no entry names, then the oldest with their entries, to half: of variants first.
+
+        Each manifest is a set of its own, so whoever publishes many brings many: that must cost neither others nor ordinary KV theirs.
+        """
         self._sets.clear()
-        self._base.execute("DELETE FROM sets WHERE id NOT IN (SELECT parts FROM entries)")
-        if self._number("SELECT count(*) FROM sets") >= MAX_SETS:
-            self._base.execute("DELETE FROM entries")
-            self._base.execute("DELETE FROM sets")
-            self._count = 0
+        self._base.execute(_DROP_UNNAMED)
+        if self._number("SELECT count(*) FROM sets") <= MAX_SETS // 2:
+            return
+        before = self._base.total_changes
+        self._base.execute(_TRIM_SETS, (ORDINARY_PART, MAX_SETS // 2))
+        self._count -= self._base.total_changes - before
+        self._base.execute(_DROP_UNNAMED)
 
     def _number(self, question: str, *values: bytes) -> int:
         return int(self._base.execute(question, values).fetchone()[0])

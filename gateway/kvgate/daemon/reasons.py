@@ -16,9 +16,10 @@ _FIELDS: Final = {name: name.replace(" ", "_") for name in COMPONENTS if name !=
 _NONE: Final = bytes(DIGEST_BYTES)
 """An explicit "none" (no adapter). No digest is all zeros: the contract refuses that."""
 _SHORT_BYTES: Final = 8
-_ORDINARY: Final = ORDINARY.digest()
+ORDINARY_PART: Final = ORDINARY.digest()
 SET_BYTES: Final = len(_FIELDS) * DIGEST_BYTES
-_VARIANT_AT: Final = list(_FIELDS).index("variant") * DIGEST_BYTES
+VARIANT_AT: Final = list(_FIELDS).index("variant") * DIGEST_BYTES
+"""Where in ``Make.parts`` the variant is; ``ORDINARY_PART`` is what stands there for ordinary KV."""
 ACCESS_BYTES: Final = 16
 """Half of a digest: a collision would give one miss a wrong name, nothing more."""
 
@@ -74,7 +75,7 @@ class Make:
 
 
 def _is_ordinary(parts: bytes) -> bool:
-    return parts[_VARIANT_AT : _VARIANT_AT + DIGEST_BYTES] == _ORDINARY
+    return parts[VARIANT_AT : VARIANT_AT + DIGEST_BYTES] == ORDINARY_PART
 
 
 def _other_side(access: bytes) -> bytes:
