@@ -124,19 +124,25 @@ class Engines:
         steps: list[Any] = told["steps"]
         return steps
 
+    def warm(self) -> None:
+        """Import vLLM, if that has not been done: the first engine need not wait for it then. Raises ``ProcessError``."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.zygote"],
+            cwd=ROOT,
+            env=environment(self._work),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(self._logs / "zygote.log").open("ab"),
+        )
+        self._lines = Lines(self._process)
+        if self._lines.next(IMPORT_S) is None:
+            raise ProcessError(f"vLLM does not import:\n{_end_of(self._logs / 'zygote.log')}")
+
     def _fork(self, order: dict[str, Any], result: Path, log: Path, label: str) -> Engine:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.zygote"],
-                cwd=ROOT,
-                env=environment(self._work),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=(self._logs / "zygote.log").open("ab"),
-            )
-            self._lines = Lines(self._process)
-            if self._lines.next(IMPORT_S) is None:
-                raise ProcessError(f"vLLM does not import:\n{_end_of(self._logs / 'zygote.log')}")
+        self.warm()
+        assert self._process is not None
         assert self._lines is not None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")

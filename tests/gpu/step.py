@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 CHUNK_TOKENS = 256
-SETTLE_S = 20.0
+SETTLE_S = 60.0
 
 
 def run_job(job: dict[str, Any]) -> None:
