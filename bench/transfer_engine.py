@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import statistics
 import threading
 import time
 import traceback
@@ -136,13 +135,37 @@ class Engine:
         self._sync()
         return time.perf_counter() - begin
 
-    def matmul(self, products: int) -> float:
-        """Seconds for so many square bf16 products in a row."""
+    def matmul_stream(self, batch: int, seconds: float) -> list[tuple[float, float]]:
+        """Square bf16 products without pause: for each ``batch`` of them when it ended (``time.monotonic``), and its seconds.
+
+        The next batch is queued before one is waited for, so that the host is never what they wait for.
+        """
+        found: list[tuple[float, float]] = []
+        self._multiply(batch)
+        ends_at = time.monotonic() + seconds
+        marks = [self._mark()]
+        while time.monotonic() < ends_at:
+            self._multiply(batch)
+            marks.append(self._mark())
+            if len(marks) > 2:
+                found.append(self._between(*marks[-3:-1]))
         self._sync()
-        begin = time.perf_counter()
-        self._multiply(products)
-        self._sync()
-        return time.perf_counter() - begin
+        return found
+
+    def _mark(self) -> Any:
+        """A point in the stream of products."""
+        if not self._cuda:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _between(self, first: Any, last: Any) -> tuple[float, float]:
+        """When the second mark was passed, and the seconds since the first."""
+        if not self._cuda:
+            return last, last - first
+        last.synchronize()
+        return time.monotonic(), first.elapsed_time(last) / 1e3
 
     def begin_worker(self, pool: str, pool_bytes: int, offsets: Sequence[int], tables: Sequence[Sequence[int]]) -> str:
         """Set up worker-driven transfers, for comparison: the same kernels in this process's own context. Their backend's name."""
@@ -165,33 +188,34 @@ class Engine:
         (self._packer.pack if way == "store" else self._packer.unpack)(self._moves, digest=digest)
         return time.perf_counter() - begin
 
-    def matmul_beside_worker(self, products: int, times: int, way: str, digest: bool) -> tuple[float, int, float]:
-        """Median seconds of the products while another thread stores or loads; chunks moved meanwhile, and in how many seconds."""
-        stop = threading.Event()
+    def matmul_beside_worker(
+        self, batch: int, way: str, digest: bool, phases: Sequence[float]
+    ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], int]:
+        """``matmul_stream`` while another thread stores or loads in every second of the phases (their lengths in seconds).
+
+        The batches, when that thread was at work, and how many chunks it moved.
+        """
+        at_work: list[tuple[float, float]] = []
         moved = 0
 
-        def keep_moving() -> None:
+        def run() -> None:
             nonlocal moved
-            while not stop.is_set():
-                self.worker_move(way, digest)
-                moved += len(self._moves)
+            for number, seconds in enumerate(phases):
+                until = time.monotonic() + seconds
+                if number % 2 == 0:
+                    time.sleep(seconds)
+                    continue
+                begin = time.monotonic()
+                while time.monotonic() < until:
+                    self.worker_move(way, digest)
+                    moved += len(self._moves)
+                at_work.append((begin, time.monotonic()))
 
-        thread = threading.Thread(target=keep_moving)
-        begin = time.perf_counter()
+        thread = threading.Thread(target=run)
         thread.start()
-        time.sleep(0.05)
-        taken = statistics.median(self._products_alone(products) for _ in range(times))
-        stop.set()
+        batches = self.matmul_stream(batch, sum(phases) + 0.1)
         thread.join()
-        return taken, moved, time.perf_counter() - begin
-
-    def _products_alone(self, products: int) -> float:
-        """Waits for its own stream only: other threads' work goes on."""
-        begin = time.perf_counter()
-        self._multiply(products)
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
-        return time.perf_counter() - begin
+        return batches, at_work, moved
 
     def free_bytes(self) -> int:
         """Free memory of the device, as the driver says; 0 on a CPU."""

@@ -276,45 +276,49 @@ class Bench:
         """How much products in the engine slow down while chunks move all the time; and what rate those reach meanwhile."""
         for way in ("store", "load"):
             for paced in (True, False):
-                await self.interfered(DEFAULT, [way], True, paced)
-            await self.interfered(DEFAULT, [way], False, True)
-            await self.interfered("worker", [way], True, False)
-        await self.interfered(DEFAULT, ["store", "load"], True, True)
-        await self.interfered("group16", ["store"], True, False)
+                await self.interfered(DEFAULT, way, True, paced)
+        await self.interfered("worker", "store", True, False)
 
-    async def interfered(self, kind: str, ways: Sequence[str], digest: bool, paced: bool) -> None:
-        """One kind of process, or the engine itself as ``worker``."""
-        products = 40 if self.shape.device == "cuda" else 2
-        slowdowns: list[float] = []
-        rates: list[float] = []
-        for _ in range(min(3, self.runs)):
-            alone = statistics.median([await self.engine.ask("matmul", products) for _ in range(2)])
-            if kind == "worker":
-                beside, moved, took_s = await self.engine.ask("matmul_beside_worker", products, 3, ways[0], digest)
-            else:
-                begin = time.perf_counter()
-                stop = asyncio.Event()
-                loops = [asyncio.create_task(self.keep_moving(way, kind, stop, digest, paced)) for way in ways]
-                await asyncio.sleep(0.05)
-                beside = statistics.median([await self.engine.ask("matmul", products) for _ in range(3)])
-                stop.set()
-                moved = sum(await asyncio.gather(*loops))
-                took_s = time.perf_counter() - begin
-            rates.append(took_s / max(1, moved))
-            slowdowns.append(max(0.0, (beside / alone - 1) * 100))
+    async def interfered(self, kind: str, way: str, digest: bool, paced: bool) -> None:
+        """One kind of process, or the engine itself as ``worker``: products without pause, and moves in every second phase."""
+        batch = 10 if self.shape.device == "cuda" else 1
+        phases = [0.3, 0.3] * 3
+        if kind == "worker":
+            batches, at_work, moved = await self.engine.ask("matmul_beside_worker", batch, way, digest, phases)
+        else:
+            stream = asyncio.create_task(self.engine.ask("matmul_stream", batch, sum(phases) + 0.2))
+            at_work, moved = await self.in_phases(way, kind, digest, paced, phases)
+            batches = await stream
+        beside = [took for ended, took in batches if any(a + 0.03 + took < ended < b for a, b in at_work)]
+        alone = [took for ended, took in batches if all(not a < ended < b + 0.03 + took for a, b in at_work)]
+        require(len(beside) > 3 and len(alone) > 3, f"too few products: {len(beside)} beside, {len(alone)} alone")
+        # Means of what ran beside moves: the cost may fall on few of the batches.
+        one = statistics.median(alone)
+        thirds = [beside[at::3] for at in range(3)]
+        slowdowns = [max(0.0, (statistics.mean(third) / one - 1) * 100) for third in thirds if third]
         suffix = f"{'.paced' if paced else ''}{'.digest' if digest else ''}{'' if kind == DEFAULT else f'.{kind}'}.h200"
-        self.report.number(f"transfer.interference.{'-'.join(ways)}{suffix}", "%", slowdowns, limit=3.0)
-        self.report.rate(f"transfer.beside-matmul.{'-'.join(ways)}{suffix}", self.payload_bytes, rates)
+        self.report.number(f"transfer.interference.{way}{suffix}", "%", slowdowns, limit=3.0)
+        seconds = sum(b - a for a, b in at_work)
+        self.report.rate(f"transfer.beside-matmul.{way}{suffix}", self.payload_bytes, [seconds / max(1, moved)])
 
-    async def keep_moving(self, way: str, kind: str, stop: asyncio.Event, digest: bool, paced: bool) -> int:
-        """Move half of the chunks again and again; how many were moved."""
-        half = len(self.moves) // 2
-        mine = self.moves[:half] if way == "load" else self.moves[half:]
+    async def in_phases(
+        self, way: str, kind: str, digest: bool, paced: bool, phases: Sequence[float]
+    ) -> tuple[list[tuple[float, float]], int]:
+        """Move in every second phase; when that was, and how many chunks were moved."""
+        piece = self.moves[: 16 if paced else len(self.moves) // 2]
+        at_work: list[tuple[float, float]] = []
         moved = 0
-        while not stop.is_set():
-            await self.move(way, kind, "raw", mine, digest, paced)
-            moved += len(mine)
-        return moved
+        for number, seconds in enumerate(phases):
+            until = time.monotonic() + seconds
+            if number % 2 == 0:
+                await asyncio.sleep(seconds)
+                continue
+            begin = time.monotonic()
+            while time.monotonic() < until:
+                await self.move(way, kind, "raw", piece, digest, paced)
+                moved += len(piece)
+            at_work.append((begin, time.monotonic()))
+        return at_work, moved
 
     def begin_stores(self) -> list[asyncio.Task[Any]]:
         """More stores than are done before something is killed."""

@@ -310,7 +310,8 @@ class GpuBackend:
         size = self._payload.payload_bytes
         stream = lane.work.cuda_stream
         most = lane.prepare(count)
-        plan = groups(count, most, pack=pack)
+        wanted = pace_of_caller()
+        plan = groups(count, most, pack=pack, few=wanted is not None and lane.pacer.busy)
         places = [lane.stages[turn % 2].buffer.data_ptr() + size * at for turn, (_, n) in enumerate(plan) for at in range(n)]
         tables = self._kernels.tables(moves, places)
         out = torch.empty(count, 32, dtype=torch.uint8, device=self._pages.device) if digest else None
@@ -323,8 +324,8 @@ class GpuBackend:
             if out is not None and room is not None:
                 self._kernels.hash(tables, first, n, room, out, stream)
 
-        batch = Batch(size, [move.address for move in moves], places, move, hash_)
-        (pack_groups if pack else unpack_groups)(lane, batch, plan, pace_of_caller())
+        batch = Batch(size, digest, [move.address for move in moves], places, move, hash_)
+        (pack_groups if pack else unpack_groups)(lane, batch, plan, wanted)
         return self._finish(lane, tables, out, count)
 
 

@@ -69,27 +69,35 @@ class Pacer:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._best_s_per_byte = _GUESS_S_PER_BYTE
+        self._best_s_per_byte = {True: _GUESS_S_PER_BYTE, False: _GUESS_S_PER_BYTE}
         self._began_at = 0.0
         self._late = 0.0
         self._busy_until = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether others want the device."""
+        return time.monotonic() < self._busy_until
 
     def begin(self) -> None:
         """The group's kernels are launched, and nothing of ours keeps them waiting."""
         self._began_at = time.monotonic()
 
-    def end(self, nbytes: int, wanted: Callable[[], bool]) -> None:
-        """They are through. Rests where they had to wait for others, now or a moment ago, until ``wanted``."""
+    def end(self, nbytes: int, digest: bool, wanted: Callable[[], bool]) -> None:
+        """They are through. Rests where they had to wait for others, now or a moment ago, until ``wanted``.
+
+        digest: whether they hash, which takes longer than moving.
+        """
         now = time.monotonic()
         took_s = now - self._began_at
         if nbytes >= _TELLING_BYTES:
-            self._best_s_per_byte = min(self._best_s_per_byte, took_s / nbytes)
-            late = took_s > 1.4 * nbytes * self._best_s_per_byte + _SLACK_S
+            best = self._best_s_per_byte[digest] = min(self._best_s_per_byte[digest], took_s / nbytes)
+            late = took_s > 1.4 * nbytes * best + _SLACK_S
             self._late = _KEPT * self._late + late
             if late and self._late > _ENOUGH:
                 self._busy_until = now + _BUSY_S
         if now < self._busy_until:
-            until = now + (nbytes * self._best_s_per_byte + _SWITCH_S) / self._share - took_s
+            until = now + (nbytes * self._best_s_per_byte[digest] + _SWITCH_S) / self._share - took_s
             while (left_s := until - time.monotonic()) > 0 and not wanted():
                 time.sleep(min(left_s, _REST_S))
 
@@ -157,10 +165,11 @@ class Lane:
 class Batch:
     """One call's payloads: where they are in host memory, where in the stages, and how their kernels are queued on ``lane.work``.
 
-    move, hash: given the first payload and the number of payloads. Hashing is nothing where no digests are asked for.
+    move, hash: given the first payload and the number of payloads. Hashing is nothing where no ``digest`` is asked for.
     """
 
     payload_bytes: int
+    digest: bool
     hosts: Sequence[int]
     places: Sequence[int]
     move: Callable[[int, int], None]
@@ -202,13 +211,14 @@ def pack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], wante
         lane.pacer.begin()
         batch.move(first, n)
         stage.kernels.record(lane.work)
+        # Beside the copies, and at once: a device that has nothing of ours to do goes over to others.
+        batch.hash(first, n)
         lane.copy.wait_event(stage.kernels)
         batch.copy(lane, first, n, out=True)
         stage.copies.record(lane.copy)
-        batch.hash(first, n)  # beside the copies
         if wanted is not None:
             lane.work.synchronize()
-            lane.pacer.end(n * batch.payload_bytes, wanted)
+            lane.pacer.end(n * batch.payload_bytes, batch.digest, wanted)
 
 
 def unpack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], wanted: Callable[[], bool] | None) -> None:
@@ -235,12 +245,15 @@ def unpack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], wan
         stage.kernels.record(lane.work)
         if wanted is not None:
             lane.work.synchronize()
-            lane.pacer.end(n * batch.payload_bytes, wanted)
+            lane.pacer.end(n * batch.payload_bytes, batch.digest, wanted)
 
 
-def groups(count: int, most: int, *, pack: bool) -> list[tuple[int, int]]:
-    """First payload and number of payloads of each group: small ones where nothing else is under way meanwhile."""
-    sizes = list(_sizes(count, most))
+def groups(count: int, most: int, *, pack: bool, few: bool = False) -> list[tuple[int, int]]:
+    """First payload and number of payloads of each group: small ones where nothing else is under way meanwhile.
+
+    few: as few groups as can be.
+    """
+    sizes = list(_sizes(count, most, () if few else (_FIRST, _SECOND)))
     if not pack:
         sizes.reverse()
     found, first = [], 0
@@ -250,8 +263,8 @@ def groups(count: int, most: int, *, pack: bool) -> list[tuple[int, int]]:
     return found
 
 
-def _sizes(count: int, most: int) -> Iterator[int]:
-    for limit in (_FIRST, _SECOND):
+def _sizes(count: int, most: int, small: Sequence[int]) -> Iterator[int]:
+    for limit in small:
         if count:
             size = min(count, limit, most)
             yield size

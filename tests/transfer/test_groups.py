@@ -15,10 +15,10 @@ GROUP_BYTES = 256 << 20
 
 
 @settings(deadline=None)
-@given(count=st.integers(1, 300), most=st.integers(1, 40), pack=st.booleans())
-def test_groups_cover_a_call_once_in_order(count: int, most: int, pack: bool) -> None:
+@given(count=st.integers(1, 300), most=st.integers(1, 40), pack=st.booleans(), few=st.booleans())
+def test_groups_cover_a_call_once_in_order(count: int, most: int, pack: bool, few: bool) -> None:
     """Every payload is in one group, groups follow each other, none is larger than its stage or empty."""
-    found = groups(count, most, pack=pack)
+    found = groups(count, most, pack=pack, few=few)
     assert [first for first, _ in found] == [sum(n for _, n in found[:at]) for at in range(len(found))]
     assert sum(n for _, n in found) == count
     assert all(1 <= n <= most for _, n in found)
@@ -30,6 +30,13 @@ def test_small_groups_are_where_nothing_else_is_under_way(count: int, most: int)
     """A pack begins with one payload, so that copies begin; an unpack ends with one, so that kernels end soon after the copies."""
     assert groups(count, most, pack=True)[0][1] == 1
     assert groups(count, most, pack=False)[-1][1] == 1
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 300), most=st.integers(1, 40), pack=st.booleans())
+def test_few_groups_are_as_few_as_can_be(count: int, most: int, pack: bool) -> None:
+    """Beside others every launch counts, so that none is small but one."""
+    assert len(groups(count, most, pack=pack, few=True)) == -(-count // most)
 
 
 class Clock:
@@ -44,12 +51,14 @@ class Clock:
         self.now += seconds
         self.slept += seconds
 
-    def group(self, pacer: Pacer, took_s: float, nbytes: int = GROUP_BYTES, wanted: bool = False) -> float:
+    def group(
+        self, pacer: Pacer, took_s: float, nbytes: int = GROUP_BYTES, *, digest: bool = True, wanted: bool = False
+    ) -> float:
         """One group whose kernels take that long; how long the lane rested after it."""
         before = self.slept
         pacer.begin()
         self.now += took_s
-        pacer.end(nbytes, lambda: wanted)
+        pacer.end(nbytes, digest, lambda: wanted)
         return self.slept - before
 
 
@@ -68,6 +77,13 @@ def test_lane_rests_beside_a_busy_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     for took_s in (0.002, 0.0003, 0.0003):
         rested_s = clock.group(pacer, took_s)
         assert 0.0003 / (rested_s + took_s) < 0.02
+
+
+def test_hashing_does_not_look_like_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups with digests take longer than the same without, also where both were seen."""
+    clock, pacer = Clock(monkeypatch), Pacer(0.02)
+    for digest, took_s in [(False, 0.00014), (True, 0.00038)] * 6:
+        assert clock.group(pacer, took_s, digest=digest) == 0.0
 
 
 def test_lane_that_is_wanted_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
