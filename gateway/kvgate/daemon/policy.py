@@ -23,10 +23,14 @@ MAX_CREDENTIALS_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Domain:
-    """One isolation domain: its secret key and what is derived from it. Never logged."""
+    """One isolation domain: its secret key and what is derived from it. Never logged.
+
+    ``alone``: it takes no part in scope ``global`` either, whatever the operator allows to others.
+    """
 
     key: bytes
     id: bytes
+    alone: bool = False
 
     @property
     def token_key(self) -> bytes:
@@ -88,23 +92,23 @@ class Policy:
             raise Refused("denied", "a variant is bound by its capability", field="manifest", remedy="send BindVariant")
         return Variant(manifest=None)
 
-    @property
-    def shared(self) -> Domain | None:
-        """The domain that scope ``global`` is in, keyed like any other; None where the operator does not allow it."""
-        return self._shared
+    def shared_with(self, domain: Domain) -> Domain | None:
+        """The domain that scope ``global`` is in for ``domain``, keyed like any other; None where it is not allowed."""
+        return None if domain.alone else self._shared
 
     def domain_for(self, domain: Domain, scope: str) -> Domain:
         """In which domain objects of ``scope`` lie that a connection of ``domain`` asks for; raises ``Refused``."""
         if scope != "global":
             return domain
-        if self._shared is None:
+        shared = self.shared_with(domain)
+        if shared is None:
             raise Refused(
                 "denied",
                 "the operator does not allow sharing across domains",
                 field="scope",
                 remedy="use scope prefix; the setting is cross_domain",
             )
-        return self._shared
+        return shared
 
     def source_access(self, domain: Domain, salt: bytes | None, scope: str) -> Access:
         """Under which access the source of a manifest of ``scope`` is named."""

@@ -89,7 +89,7 @@ class Variants:
         domain = _domain(session)
         registration = self._named(domain, message.handle, message.model)
         registration.require_sealed()
-        shared = self._policy.shared
+        shared = self._policy.shared_with(domain)
         return messages.ModelOpened(
             handle=registration.handle,
             domain=domain.id,

@@ -1,8 +1,8 @@
 """What the daemon does for ``kvgate verify``: a domain of its own for each run, and access to the tiers of what is stored in it.
 
 The domain is safe to give to anybody who may connect. Its key is derived from the deployment secret and 32 random bytes that only the
-run knows, in a form that no configured domain's name can have: entering one opens nothing that another client stored, and a connection
-can't leave it again. What removes objects here takes them from a lease of that same domain.
+run knows, in a form that no configured domain's name can have: entering one opens nothing that another client stored, artifacts of scope
+``global`` included, and a connection can't leave it again. What removes objects here takes them from a lease of that same domain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PREFIX: Final = b"\xffkvgate verify\xff"
 def verify_domain(secret: bytes, run: bytes) -> Domain:
     """The isolation domain of one run."""
     key = keyed(digest(Kind.DOMAIN_KEY, secret), _PREFIX + run)
-    return Domain(key, keys.domain_id(key))
+    return Domain(key, keys.domain_id(key), alone=True)
 
 
 class Verify:
@@ -114,7 +114,7 @@ class Verify:
         if lease.session != session.id:
             raise Refused("denied", "the lease belongs to another connection", field="lease")
         if lease.domain != session.domain.id:
-            # An artifact that the operator allows to be shared across domains: it is not this run's alone.
+            # Can't be: nothing is shared with this domain. What removes objects asks all the same.
             raise Refused("denied", "the lease is of another isolation domain", field="lease")
         return lease
 

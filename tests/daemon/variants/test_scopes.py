@@ -12,17 +12,22 @@ from kvgate.client import GatewayClient
 from kvgate.client.artifacts import Artifact, Prefix
 from kvgate.client.errors import ArtifactError
 from kvgate.client.sdk import Gateway as Sdk
+from kvgate.contract.manifest import retained
 from kvgate.protocol.variant_messages import (
     DescribeSource,
     ModelOpened,
     OpenModel,
+    OpenVariant,
+    SourceDescribed,
 )
+from kvgate.protocol.verify_messages import EnterVerify
 from tests.client.sdk_engine import GatewayThread, SdkEngine, config
 from tests.daemon import makers
 from tests.daemon.variants.kit import (
     LISTED,
     SOURCE,
     TENANT,
+    WAIT_S,
     artifact,
     ask,
     folder_of,
@@ -142,8 +147,54 @@ def test_scope_global_is_shared_between_domains_where_it_is_allowed() -> None:
             assert found(theirs, recency(there), there) == "tokens"
             assert found(theirs, recency(there, scope="global", version="1", parameters={"ratio": "1"}), there) == "tokens"
             assert outcome(lambda: mine.fetch(ids())) == "gone"
+        no_way_from_a_verify_domain(running, made)
         for one in engines:
             one.close()
     finally:
         running.stop()
         shutil.rmtree(folder)
+
+
+def no_way_from_a_verify_domain(running: GatewayThread, made: Artifact) -> None:
+    """Anybody may enter one, so it takes no part in what domains share: it gets no key to it, and neither finds nor publishes."""
+
+    async def enter(call: Any, _welcome: Any) -> None:
+        await call(EnterVerify(run=b"r" * 32), WAIT_S)
+
+    worker, client = (GatewayClient(running.socket, role, on_connect=enter) for role in ("worker", "client"))
+    for one in (worker, client):
+        one.start()
+        assert one.wait_connected(WAIT_S)
+    ask(worker, makers.report(engine=makers.engine_id("verified"), plan=makers.plan(tp=1)))
+    opened: ModelOpened = ask(client, OpenModel(handle=None, model=None))
+    assert opened.shared_token_key is None
+    source: dict[str, Any] = {
+        "handle": opened.handle,
+        "adapter": None,
+        "salt": None,
+        "tokens": b"t" * 32,
+        "source_tokens": 4,
+        "tail": None,
+    }
+    failure = refusal(lambda: ask(client, DescribeSource(**source, scope="global")))
+    assert (failure.code, failure.field) == ("denied", "scope")
+    mine: SourceDescribed = ask(client, DescribeSource(**source, scope="prefix"))
+    named: dict[str, Any] = {
+        "model": mine.model,
+        "source_prefix": mine.source_prefix,
+        "source_tokens": 4,
+        "payload_format": mine.payload_format,
+    }
+    manifest = dataclasses.replace(made.manifest, **named, retained=retained([[[0, 1]]], "model"))
+    message: dict[str, Any] = {
+        "handle": opened.handle,
+        "adapter": None,
+        "salt": None,
+        "source": b"t" * 32,
+        "tail": None,
+        "tokens": b"t" * 32,
+    }
+    failure = refusal(lambda: ask(client, OpenVariant(**message, manifest=manifest)))
+    assert (failure.code, failure.field) == ("denied", "scope")
+    for one in (worker, client):
+        one.close()
