@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvgate.cli.verify import exit_code
 from kvgate.storage.backend import ObjectRef
 from kvgate.verify import runs
 from kvgate.verify.results import Outcome, Progress, Report, Row
+from tests.daemon.backends import FaultyBackend
 from tests.daemon.conftest import Start
 from tests.daemon.serve import serve
 from tests.storage.conftest import needs_lmcache
@@ -143,3 +145,17 @@ def everywhere(report: Report, name: str, tiers: list[str]) -> bool:
     """Whether a row passed in the pool, in shared memory and in ``tiers``."""
     rows: list[Row] = [row for row in report.rows if row.name == name]
     return [set(row.cells) for row in rows] == [{"l1", "shared memory", *tiers}]
+
+
+async def test_storage_that_does_not_answer_is_no_pass(start: Start, tmp_path: Path) -> None:
+    """A miss because storage failed proves nothing: the row is neither passed nor failed, and the exit code says so."""
+    backend = FaultyBackend(POOL_BYTES)
+    backend.broken.add("probe")
+    gateway = await start(backend)
+    report = Report()
+    where = runs.Target(gateway.config.socket_path, gateway.config.admin_path, (), ("model.rope.theta",))
+    await runs.whole(where, tmp_path / "run.json", report, Progress())
+    (row,) = (row for row in report.rows if row.name == "model.rope.theta")
+    assert row.outcome is Outcome.UNCHECKED
+    assert "unavailable" in row.cells["l1"].why
+    assert exit_code(report) == 2
