@@ -29,8 +29,9 @@ unpack's last ones."""
 
 _GUESS_S_PER_BYTE = 1 / 0.6e12
 """Of kernels alone on the device, before it is measured: packing and hashing on a fast one."""
-_TELLING_BYTES = 64 << 20
-"""Smaller groups tell nothing of it, nor whether others are at work: their launch takes as long."""
+_TELLING_BYTES = 32 << 20
+_TELLING_SHARE = 0.7
+"""Smaller groups, and those far from full, tell nothing of it, nor whether others are at work: their launch takes as long."""
 _SLACK_S = 1.5e-4
 _SWITCH_S = 4e-4
 """What a group costs others beside its own time, about: the change to our work and back, twice with digests, and cold caches."""
@@ -67,8 +68,10 @@ def pace_of_caller() -> Callable[[], bool] | None:
 class Pacer:
     """Lets kernels rest between groups while others want the device, so that ours take at most ``share`` of its time."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, group_bytes: int) -> None:
+        """group_bytes: of a full group."""
         self._share = share
+        self._telling_bytes = max(_TELLING_BYTES, int(_TELLING_SHARE * group_bytes))
         self._best_s_per_byte = {True: _GUESS_S_PER_BYTE, False: _GUESS_S_PER_BYTE}
         self._began_at = 0.0
         self._late = 0.0
@@ -90,7 +93,7 @@ class Pacer:
         """
         now = time.monotonic()
         took_s = now - self._began_at
-        if nbytes >= _TELLING_BYTES:
+        if nbytes >= self._telling_bytes:
             best = self._best_s_per_byte[digest] = min(self._best_s_per_byte[digest], took_s / nbytes)
             late = took_s > 1.4 * nbytes * best + _SLACK_S
             self._late = _KEPT * self._late + late
@@ -119,10 +122,10 @@ class Lane:
         self.work = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.stages: list[Stage] = []
-        self.pacer = Pacer(share)
         self._device = device
         self._bytes = payload_bytes
         self._most = max(1, stage_bytes // 2 // payload_bytes)
+        self.pacer = Pacer(share, self._most * payload_bytes)
         self._copies_end_at = 0.0
 
     def prepare(self, count: int) -> int:

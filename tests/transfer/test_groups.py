@@ -64,14 +64,14 @@ class Clock:
 
 def test_lane_does_not_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that run at once are not held back."""
-    clock, pacer = Clock(monkeypatch), Pacer(0.02)
+    clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
     for took_s in (0.0006, 0.0003, 0.0004, 0.0003):
         assert clock.group(pacer, took_s) == 0.0
 
 
 def test_lane_rests_beside_a_busy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that had to wait are followed by a rest in which they took no more than their share; and so are the next ones."""
-    clock, pacer = Clock(monkeypatch), Pacer(0.02)
+    clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
     clock.group(pacer, 0.0003)
     clock.group(pacer, 0.002)
     for took_s in (0.002, 0.0003, 0.0003):
@@ -81,14 +81,14 @@ def test_lane_rests_beside_a_busy_engine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_hashing_does_not_look_like_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups with digests take longer than the same without, also where both were seen."""
-    clock, pacer = Clock(monkeypatch), Pacer(0.02)
+    clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
     for digest, took_s in [(False, 0.00014), (True, 0.00038)] * 6:
         assert clock.group(pacer, took_s, digest=digest) == 0.0
 
 
 def test_lane_that_is_wanted_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for the next call does not wait for the rests of this one."""
-    clock, pacer = Clock(monkeypatch), Pacer(0.02)
+    clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
     clock.group(pacer, 0.0003)
     assert [clock.group(pacer, 0.002, wanted=True) for _ in range(4)] == [0.0] * 4
     assert clock.group(pacer, 0.002) > 0.0
@@ -96,14 +96,14 @@ def test_lane_that_is_wanted_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_one_late_group_is_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that the host's scheduler held up once does not slow a lane down."""
-    clock, pacer = Clock(monkeypatch), Pacer(0.02)
+    clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
     for took_s in (0.0003, 0.004, 0.0003, 0.0003, 0.0003, 0.0003, 0.004, 0.0003):
         assert clock.group(pacer, took_s) == 0.0
 
 
 def test_lane_hurries_again_when_the_engine_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that nobody else wants is not busy for long."""
-    clock, pacer = Clock(monkeypatch), Pacer(0.02)
+    clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
     clock.group(pacer, 0.0003)
     for _ in range(3):
         clock.group(pacer, 0.002)
@@ -113,16 +113,17 @@ def test_lane_hurries_again_when_the_engine_is_done(monkeypatch: pytest.MonkeyPa
 
 def test_lane_that_waited_long_does_not_rest_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the wait alone has kept the share, nothing is added to it."""
-    clock, pacer = Clock(monkeypatch), Pacer(0.02)
+    clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
     clock.group(pacer, 0.0003)
     assert [clock.group(pacer, 0.5) for _ in range(4)] == [0.0] * 4
 
 
 def test_small_groups_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The speed that busy is told by comes from groups that take long enough to measure."""
-    clock, pacer = Clock(monkeypatch), Pacer(0.02)
+    clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
     clock.group(pacer, 0.0, nbytes=4096)
-    assert clock.group(pacer, 0.0005) == 0.0
+    assert [clock.group(pacer, 0.0005) for _ in range(4)] == [0.0] * 4
+    assert [clock.group(pacer, 0.001, nbytes=GROUP_BYTES // 2) for _ in range(4)] == [0.0] * 4
 
 
 @settings(deadline=None)
