@@ -6,12 +6,14 @@ import asyncio
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvgate.daemon.app import Gateway
 from kvgate.protocol.messages import Registered
 from kvgate.protocol.page_messages import (
     AttachPages,
@@ -23,7 +25,7 @@ from kvgate.protocol.page_messages import (
     PagesStored,
     StorePages,
 )
-from kvgate.storage.backend import PoolInfo
+from kvgate.storage.backend import PoolInfo, StorageBackend
 from kvgate.transfer import MoveRefused, MoveSpec, PagesRefused, TransferUnavailable
 from kvgate.transfer.gate import Gate
 from kvgate.transfer.process.devices import CpuDevice
@@ -34,8 +36,9 @@ from kvgate.transfer.wire import MoveBody, unpack_digests, unpack_result
 from kvgate_kernels import PageGeometry, PageLayout
 from kvgate_kernels.export import export_pages
 from tests.daemon import makers
+from tests.daemon.conftest import eventually, small_config
 from tests.daemon.engine import Engine
-from tests.daemon.wire import Wire
+from tests.daemon.wire import WAIT_S, Wire
 
 BLOCKS = 16
 BLOCK_TOKENS = 2
@@ -153,7 +156,7 @@ class InsideMover:
 
     def _move(
         self,
-        run: Callable[[MoveBody, float], Any],
+        run: Callable[[MoveBody, float, Callable[[], bool]], Any],
         handle: PageHandle,
         generation: int,
         moves: Sequence[MoveSpec],
@@ -165,7 +168,8 @@ class InsideMover:
         if self.doubt is not None:
             raise self.doubt
         try:
-            return run(MoveBody.of(handle.number, generation, moves, ready, digest, paced, gate), time.monotonic() + 60)
+            body = MoveBody.of(handle.number, generation, moves, ready, digest, paced, gate)
+            return run(body, time.monotonic() + WAIT_S, lambda: False)
         except Refused as error:
             raise MoveRefused(str(error)) from error
 
@@ -281,3 +285,37 @@ def blocks_of(*chunks: int) -> bytes:
     """The block ids of these chunks, as messages have them."""
     ids = [block for chunk in chunks for block in range(CHUNK_BLOCKS * chunk, CHUNK_BLOCKS * (chunk + 1))]
     return struct.pack(f"<{len(ids)}I", *ids)
+
+
+class Bench:
+    """A gateway whose mover the test holds."""
+
+    def __init__(self, folder: Path, backend: StorageBackend | None = None, **settings: Any) -> None:
+        self.mover = InsideMover()
+        self.gateway = Gateway(small_config(folder, **settings), backend, self.mover)
+
+    async def engine(self, **changes: Any) -> LendingEngine:
+        """An engine that lends its pages."""
+        return await LendingEngine.lend(self.gateway.config.socket_path, **changes)
+
+    async def reservations(self) -> int:
+        """Slots that are taken and not committed."""
+        return int((await self.gateway.status())["storage"]["reservations"])
+
+    async def until_held(self) -> None:
+        """Wait until a move is held up."""
+
+        async def held() -> bool:
+            return self.mover.held > 0
+
+        await eventually("a move is held up", held)
+
+
+@asynccontextmanager
+async def lending_gateway(folder: Path, **settings: Any) -> AsyncIterator[Bench]:
+    """One that runs for the length of the block."""
+    made = Bench(folder, **settings)
+    await made.gateway.start()
+    yield made
+    async with asyncio.timeout(WAIT_S):
+        await made.gateway.stop()

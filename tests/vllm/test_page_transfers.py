@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,11 +36,13 @@ from kvgate.protocol.page_messages import (
 from kvgate.transfer.gate import PLACES, Gate, MoverGate
 from kvgate_kernels import PageGeometry, PageLayout
 from kvgate_kernels.export import export_pages
+from kvgate_vllm import loading
 from kvgate_vllm.jobs import Job, JobThread
 from kvgate_vllm.metadata import LoadOp, StoreOp
 from kvgate_vllm.page_export import Attachment, lend
 from kvgate_vllm.page_transfers import PIECE_BYTES, GatewayTransfers
 from kvgate_vllm.settings import ConnectorSettings, SettingsError
+from kvgate_vllm.state import engine_state
 from kvgate_vllm.step_order import StepOrder
 from kvgate_vllm.transfer import Deadlines
 from tests.client.server import WELCOME, ScriptedGateway
@@ -376,3 +379,29 @@ def test_drained_jobs_have_ended() -> None:
     go_on.set()
     thread.close(WAIT_S)
     assert ran == ["a", "cancelled"]
+
+
+@pytest.mark.parametrize("name", ["sleep", "discard"])
+def test_copies_end_before_an_engine_frees_its_pages(name: str) -> None:
+    """Whatever the level: the connector is called first, and only an engine with our connector has one."""
+    events: list[str] = []
+
+    class Worker:
+        def __init__(self, connector: str) -> None:
+            self.vllm_config = SimpleNamespace(
+                parallel_config=type("ParallelConfig", (), {})(),
+                kv_transfer_config=SimpleNamespace(kv_connector=connector, kv_connector_extra_config={}),
+            )
+
+        def free(self, level: int = 1) -> str:
+            events.append(f"freed at {level}")
+            return "result"
+
+    setattr(Worker, name, Worker.free)
+    loading._wrap_freeing(Worker, name)
+    loading._wrap_freeing(Worker, name)  # once is enough
+    worker = Worker("KVGateConnector")
+    engine_state(worker.vllm_config).on_pages_going.append(lambda: events.append("drained"))
+    assert getattr(worker, name)(level=1) == "result"
+    assert getattr(Worker("AnotherConnector"), name)(2) == "result"
+    assert events == ["drained", "freed at 1", "freed at 2"]
