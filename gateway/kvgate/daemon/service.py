@@ -204,6 +204,7 @@ class Service:
         )
 
     def _register_adapter(self, session: Session, message: messages.RegisterAdapter) -> Record:
+        _require_engine(session)
         registration = self._registration(session, message.handle)
         adapter = registration.add_adapter(message.adapter)
         return messages.AdapterRegistered(adapter=adapter, confirmed=registration.adapter_confirmed(adapter))
@@ -213,6 +214,7 @@ class Service:
         return messages.Done()
 
     def _revoke(self, session: Session, message: messages.Revoke) -> Record:
+        _require_engine(session)
         registration = self._registration(session, message.handle)
         self._registry.revoke(registration, "weights were changed in place")
         log.info("registration.revoked", model=registration.digests.model.hex()[:16])
@@ -316,6 +318,14 @@ class Service:
         if lease.session != session.id:
             raise Refused("denied", "the lease belongs to another connection", field="lease")
         return lease
+
+
+def _require_engine(session: Session) -> None:
+    """What an engine has loaded only its own processes say; a client is handed its handle too, by ``OpenModel``."""
+    if session.role not in ("worker", "scheduler"):
+        raise Refused(
+            "denied", "is for an engine to say, not for its clients", field="role", remedy="use the SDK's own messages"
+        )
 
 
 def worker_registration(session: Session) -> Registration:

@@ -1,8 +1,8 @@
 """What the daemon does for ``kvgate verify``: a domain of its own for each run, and access to the tiers of what is stored in it.
 
 The domain is safe to give to anybody who may connect. Its key is derived from the deployment secret and 32 random bytes that only the
-run knows, in a form that no configured domain's name can have: entering one opens nothing that another client stored, artifacts of scope
-``global`` included, and a connection can't leave it again. What removes objects here takes them from a lease of that same domain.
+run knows, in a form that no configured domain's name can have: entering one opens nothing that another client stored, of scope
+``global`` neither, and a connection can't leave it again. What removes objects here takes them from a lease of that same domain.
 """
 
 from __future__ import annotations

@@ -26,9 +26,11 @@ from kvgate.protocol.messages import (
     Extend,
     FinishLoad,
     Load,
+    RegisterAdapter,
     Release,
     Reserve,
     Reserved,
+    Revoke,
 )
 from kvgate.protocol.variant_messages import (
     LoadRectangle,
@@ -271,3 +273,17 @@ def test_a_client_sees_no_engine_of_another_domain(
     by_handle = refusal(lambda: ask(client, OpenModel(handle=theirs.handle, model=None)))
     unknown = refusal(lambda: ask(client, OpenModel(handle=makers.name("unknown"), model=None)))
     assert by_handle.encode() == unknown.encode()
+
+
+@pytest.mark.parametrize("role", ["client", "admin"])
+def test_a_client_says_nothing_about_the_engine(gateway: GatewayThread, engine: SdkEngine, role: str) -> None:
+    """It is handed the engine's handle to read and publish: that revokes nothing, and makes no adapter known."""
+    other = GatewayClient(gateway.socket, role)
+    other.start()
+    assert other.wait_connected(WAIT_S)
+    handle = ask(other, OpenModel(handle=engine.handle, model=None)).handle
+    for message in (Revoke(handle=handle), RegisterAdapter(handle=handle, adapter=makers.adapter("strange"))):
+        failure = refusal(lambda message=message: ask(other, message))  # type: ignore[misc]
+        assert (failure.code, failure.field) == ("denied", "role")
+    other.close()
+    assert makers.adapter("strange").digest() not in ask(engine.scheduler, OpenModel(handle=engine.handle, model=None)).adapters
