@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from kvgate.contract.capability import CAPABILITY_BYTES, Capability
-from kvgate_vllm import failures, hooks
-from kvgate_vllm.variants import MALFORMED, UNKNOWN, is_variant, local_variant, message, wish_of
+from kvgate_vllm import capture, failures, hooks
+from kvgate_vllm.metadata import LoadOp
+from kvgate_vllm.state import EngineState
+from kvgate_vllm.tracking import Track
+from kvgate_vllm.variants import IN_A_SESSION, MALFORMED, UNKNOWN, failed_report, is_variant, local_variant, message, wish_of
 
 KEY = b"k" * 32
 
@@ -75,6 +78,16 @@ def test_malformed_wishes_fail(text: Any) -> None:
     assert wish.failure == MALFORMED
 
 
+@pytest.mark.parametrize("parameters", [5, "kvgate_variant", ["kvgate_variant"], True])
+def test_parameters_that_are_no_map_fail_their_request_alone(parameters: Any) -> None:
+    """They can come past the API server's checks, in extra_args; an exception in the engine core would end it for everybody."""
+    wish = wish_of(request(parameters))
+    assert wish is not None
+    assert wish.failure == UNKNOWN
+    assert len(local_variant(request(parameters))) == 32
+    assert capture.wish_of(request(parameters), allowed=True) is None
+
+
 @pytest.mark.parametrize("name", ["kvgate_variants", "kvgate_", "kvgate_cartridge"])
 def test_wishes_of_another_version_fail(name: str) -> None:
     """A name that is not known may be a newer way to say what must not be computed."""
@@ -105,6 +118,60 @@ def test_a_weight_change_does_not_make_a_variant_request_an_ordinary_one() -> No
     hooks._skip_prefix_cache(SimpleNamespace(scheduler=SimpleNamespace(requests={"o": ordinary, "v": variant})))
     assert ordinary.skip_reading_prefix_cache
     assert not variant.skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize(("resumable", "known", "ends"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_a_streaming_session_can_not_go_on_from_a_variant(
+    monkeypatch: pytest.MonkeyPatch, resumable: bool, known: bool, ends: bool
+) -> None:
+    """vLLM takes the next input's tokens into the session's first request and forgets its parameters: it would compute them.
+
+    The input that opens a session fails like any request that is not covered, and the one that closes it has no tokens.
+    """
+    state = EngineState()
+    monkeypatch.setattr(hooks, "active_state", lambda _config: state)
+    core = SimpleNamespace(vllm_config=None, scheduler=SimpleNamespace(requests={"session": None} if known else {}))
+    update = request({"kvgate_variant": capability()})
+    update.request_id, update.resumable = "session", resumable
+    added: list[Any] = []
+    hooks._add_request(lambda _core, one: added.append(one), core, update)
+    assert added == [update]
+    failed = state.failed_requests()
+    assert list(failed) == (["session"] if ends else [])
+    assert not ends or failed["session"]["kvgate"]["error"] == message(IN_A_SESSION)
+    assert state.failed_requests() == {}
+
+
+def test_what_a_failing_request_sampled_in_its_last_step_is_not_told() -> None:
+    """It was computed from something that it must not be computed from; outputs of other requests stay."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    failing = SimpleNamespace(
+        request_id="failing",
+        client_index=1,
+        trace_headers=None,
+        is_finished=lambda: False,
+        get_finished_reason=lambda: FinishReason.ERROR,
+        take_events=lambda: None,
+    )
+    ended: list[Any] = []
+    scheduler = SimpleNamespace(requests={"failing": failing}, finish_requests=lambda names, _status: ended.extend(names))
+    sampled = [EngineCoreOutput(request_id=name, new_token_ids=[7]) for name in ("other", "failing")]
+    outputs = {1: EngineCoreOutputs(outputs=sampled)}
+    failures._finish(scheduler, {"failing": failed_report("why"), "gone": failed_report("why")}, outputs)
+    assert ended == ["failing"]
+    assert [(one.request_id, one.new_token_ids) for one in outputs[1].outputs] == [("other", [7]), ("failing", [])]
+    assert failures.error_of(outputs[1].outputs[1]) == message("why")
+
+
+def test_a_load_of_the_step_that_reports_a_preemption_is_kept() -> None:
+    """A request preempted between steps may be resumed by the step that reports it: its load belongs to the new pages."""
+    load = LoadOp(1, "r", b"lease", 0, 1, (3, 4), None, skip_tokens=0, asynchronous=True)
+    track = Track(request=SimpleNamespace(request_id="r"), chunk_tokens=64, uncacheable=None, adapter=None)
+    track.pending_load, track.blocks, track.lookup_until = load, [1, 2], 5.0
+    track.reset_for_preemption()
+    assert track.pending_load is load
+    assert (track.blocks, track.lookup_until) == ([], None)
 
 
 def output(error: str | None) -> Any:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvgate_vllm.metadata import CaptureOp
 from kvgate_vllm.settings import SettingsError
 from kvgate_vllm.state import LOGGER
-from kvgate_vllm.variants import CAPTURE_FIELD
+from kvgate_vllm.variants import CAPTURE_FIELD, parameters_of
 
 if TYPE_CHECKING:
     import numpy
@@ -54,7 +54,7 @@ class CaptureWish:
 
 def wish_of(request: Any, allowed: bool) -> CaptureWish | None:
     """What ``request`` asks to be captured; None: nothing, or nothing that is captured here."""
-    asked = (request.kv_transfer_params or {}).get(CAPTURE_FIELD)
+    asked = parameters_of(request).get(CAPTURE_FIELD)
     if asked is None or not allowed:
         return None
     if type(asked) is not int or not 1 <= asked <= MAX_WINDOW:

@@ -20,7 +20,7 @@ from kvgate_vllm.scheduler_side import SchedulerSide
 from kvgate_vllm.session import Session
 from kvgate_vllm.settings import ConnectorSettings, SettingsError, loads_in_background, steps_in_flight
 from kvgate_vllm.state import LOGGER
-from kvgate_vllm.variants import local_variant
+from kvgate_vllm.variants import local_variant, parameters_of
 
 if TYPE_CHECKING:
     from kvgate_vllm.worker_side import WorkerSide
@@ -216,7 +216,7 @@ def scope_provider(session: Session) -> Any:
     """Domain and variant of a request, for vLLM's own prefix cache; ``ValueError`` for one that is not to be cached."""
 
     def scope(request: Any) -> tuple[bytes, bytes]:
-        if "kvgate" in (request.kv_transfer_params or {}):
+        if "kvgate" in parameters_of(request):
             raise ValueError("the request repeats what an answer reported")
         return session.domain or b"no gateway yet", local_variant(request)
 

@@ -25,7 +25,7 @@ from kvgate_vllm.loading import (
     state_of_model,
 )
 from kvgate_vllm.state import LOGGER, EngineState, LoadedAdapter, active_state, pin_of
-from kvgate_vllm.variants import is_variant
+from kvgate_vllm.variants import IN_A_SESSION, failed_report, is_variant
 from kvgate_vllm.wrapping import wrap
 
 NO_SNAPSHOTS: Final = "adapters cannot be copied for the workers of this engine"
@@ -81,6 +81,10 @@ def _add_request(stock: Callable[..., Any], self: Any, request: Any, *args: Any,
     if state is not None and (pin is None or pin.epoch != state.weight_epoch()):
         # Hashed before a weight update that it was queued behind: blocks of that epoch hold the old weights.
         request.skip_reading_prefix_cache = True
+    resumable = getattr(request, "resumable", False)
+    if state is not None and resumable and request.request_id in self.scheduler.requests and is_variant(request):
+        # The next input of a streaming session: vLLM goes on with the session's first request, and would compute these tokens.
+        state.end_request(request.request_id, failed_report(IN_A_SESSION))
     return stock(self, request, *args, **kwargs)
 
 

@@ -97,6 +97,7 @@ class EngineState:
         self._epoch = 0
         self._scope: ScopeProvider | None = None
         self._failed: Callable[[], dict[str, dict[str, Any]]] | None = None
+        self._ended: dict[str, dict[str, Any]] = {}
         self._loaded: OrderedDict[int, LoadedAdapter] = OrderedDict()
         self._logged: set[str] = set()
         self._model: weakref.ref[Any] | None = None
@@ -167,9 +168,14 @@ class EngineState:
         """``failed()`` names, after each step, the requests to end with an error, and what to tell their clients."""
         self._failed = failed
 
+    def end_request(self, request_id: str, told: dict[str, Any]) -> None:
+        """End this request with an error after the next step, too."""
+        self._ended[request_id] = told
+
     def failed_requests(self) -> dict[str, dict[str, Any]]:
         """Requests that must end with an error now."""
-        return {} if self._failed is None else self._failed()
+        ended, self._ended = self._ended, {}
+        return ({} if self._failed is None else self._failed()) | ended
 
     def scope_of(self, request: Any) -> tuple[bytes, bytes]:
         """Domain and variant of a request under construction. Raises ``ValueError`` for an answer of the wrong form."""

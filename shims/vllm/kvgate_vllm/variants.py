@@ -40,6 +40,7 @@ TOO_SHORT: Final = "the prompt must go on after the variant's tokens"
 TOO_LONG: Final = "it has too many chunks"
 CHANGED: Final = "the engine's weights changed"
 NO_PREFIX_CACHE: Final = "the request may not read prefix caches"
+IN_A_SESSION: Final = "a streaming session can't go on from one"
 NOT_A_CONSUMER: Final = "this engine loads nothing"
 ADAPTER_NOT_LOADED: Final = "its adapter is not loaded yet; send an ordinary request with it first"
 
@@ -47,6 +48,11 @@ ADAPTER_NOT_LOADED: Final = "its adapter is not loaded yet; send an ordinary req
 def message(reason: str) -> str:
     """The error that the client of a request gets."""
     return f"kvgate: the variant can't be served: {reason}. Send the full prompt instead."
+
+
+def failed_report(reason: str) -> dict[str, Any]:
+    """What the client of a request that fails without ever having been followed is told."""
+    return {"kvgate": {"restored_tokens": 0, "outcome": "variant failed", "error": message(reason)}}
 
 
 @dataclass(eq=False)
@@ -61,14 +67,23 @@ class VariantWish:
     failure: str | None = None
 
 
+def parameters_of(request: Any) -> dict[Any, Any]:
+    """The request's kv_transfer_params; what is no map of them counts as a name that is not known."""
+    parameters = request.kv_transfer_params
+    if isinstance(parameters, dict):
+        return parameters
+    # An API server checks that, but extra_args come through it unchecked, and an exception in the engine core would end it.
+    return {PREFIX: parameters} if parameters else {}
+
+
 def is_variant(request: Any) -> bool:
     """Whether ``request`` must be served from a variant, or not at all."""
-    return CAPABILITY_FIELD in (request.kv_transfer_params or {}) or unknown_wishes(request)
+    return CAPABILITY_FIELD in parameters_of(request) or unknown_wishes(request)
 
 
 def unknown_wishes(request: Any) -> bool:
     """Whether it asks kvgate for something else than is known here, which it must not get an ordinary answer to."""
-    names = [name for name in request.kv_transfer_params or {} if isinstance(name, str)]
+    names = [name for name in parameters_of(request) if isinstance(name, str)]
     return any(name.startswith(PREFIX) and name not in (CAPABILITY_FIELD, CAPTURE_FIELD) for name in names)
 
 
@@ -78,7 +93,7 @@ def wish_of(request: Any) -> VariantWish | None:
         return None
     if unknown_wishes(request):
         return VariantWish(b"", None, UNKNOWN)
-    text = request.kv_transfer_params[CAPABILITY_FIELD]
+    text = parameters_of(request)[CAPABILITY_FIELD]
     try:
         if not isinstance(text, str) or len(text) != 2 * CAPABILITY_BYTES:
             raise ValueError("no capability")
