@@ -71,11 +71,15 @@ class Pacer:
     def __init__(self, share: float, group_bytes: int) -> None:
         """group_bytes: of a full group."""
         self._share = share
-        self._telling_bytes = max(_TELLING_BYTES, int(_TELLING_SHARE * group_bytes))
+        self.group_of(group_bytes)
         self._best_s_per_byte = {True: _GUESS_S_PER_BYTE, False: _GUESS_S_PER_BYTE}
         self._began_at = 0.0
         self._late = 0.0
         self._busy_until = 0.0
+
+    def group_of(self, group_bytes: int) -> None:
+        """Full groups have another size."""
+        self._telling_bytes = max(_TELLING_BYTES, int(_TELLING_SHARE * group_bytes))
 
     @property
     def busy(self) -> bool:
@@ -144,6 +148,7 @@ class Lane:
                 if want == 1:
                     raise
                 want = self._most = want // 2
+                self.pacer.group_of(want * self._bytes)
         if count > 1 and len(self.stages) == 1:
             self.stages.append(self._stage(have))
         return have

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -299,6 +300,29 @@ async def test_start_ends_what_was_left_behind(mortal: Served) -> None:
     assert not runs(handle.pid)
     assert runs(mortal.handle.pid)
     await mover.stop()
+
+
+async def test_files_of_killed_processes_are_removed(mortal: Served) -> None:
+    """CUDA's files in shared memory go with the process and with the worker that are killed; those of others stay."""
+    with worker() as (process, export):
+        handle = await mortal.mover.attach(export, RAW, WorkerProcess(process.pid, os.getuid()), SOON_S)
+        pids = [process.pid, handle.pid, os.getpid()]
+        files = [Path("/dev/shm", f"cuda.shm.{os.getuid()}.{pid:x}.1") for pid in pids]
+        for file in files:
+            file.touch()
+        await mortal.mover.detach(handle)
+        process.kill()
+        process.wait()
+    os.kill(mortal.handle.pid, signal.SIGKILL)
+    with pytest.raises(TransferUnavailable):
+        await mortal.mover.pack(mortal.handle, 7, long_store(), SOON_S)
+    mortal.handle = await mortal.mover.attach(mortal.pages.export, RAW, ME, SOON_S)
+    for _ in range(1000):
+        if not files[0].exists() and not files[1].exists():
+            break
+        await asyncio.sleep(0.01)
+    assert [file.exists() for file in files] == [False, False, True]
+    files[2].unlink()
 
 
 async def test_process_ends_where_its_parent_has_ended() -> None:

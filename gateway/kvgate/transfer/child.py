@@ -14,6 +14,7 @@ import structlog
 from kvgate.transfer import MoveRefused, SlotsInDoubt, TransferUnavailable
 from kvgate.transfer.connection import Answer, Connection, ConnectionBroken
 from kvgate.transfer.records import CPU_DEVICE
+from kvgate.transfer.remains import remove_cuda_files
 from kvgate.transfer.wire import MODULE, WIRE, Code, Op, WireError
 
 _log = structlog.get_logger(__name__)
@@ -55,7 +56,7 @@ class Child:
         self._process = process
         self.connection = connection
         self._patience = patience
-        self.gone: asyncio.Task[int] = asyncio.ensure_future(process.wait())
+        self.gone: asyncio.Task[int] = asyncio.create_task(_end_of(process))
 
     @property
     def pid(self) -> int:
@@ -208,6 +209,13 @@ class Child:
         if not self.gone.done():
             _log.error("transfer.does_not_end", pid=self.pid)
         return self.gone.done()
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> int:
+    """Its exit code, when it is gone and nothing is left of it."""
+    code = await process.wait()
+    await asyncio.to_thread(remove_cuda_files, process.pid, os.geteuid())
+    return code
 
 
 def _quiet(gone: asyncio.Task[int]) -> asyncio.Future[None]:

@@ -14,6 +14,7 @@ from kvgate.transfer import MoveRefused, PagesRefused, TransferBusy, TransferUna
 from kvgate.transfer.child import Child, ChildSettings, Patience
 from kvgate.transfer.connection import Answer
 from kvgate.transfer.records import MoveSpec, PageExport, PageHandle, PayloadShape, WorkerProcess
+from kvgate.transfer.remains import WorkerRemains
 from kvgate.transfer.wire import Code, MoveBody, Op, WireError
 
 _GIB = 1 << 30
@@ -28,6 +29,7 @@ class Limits:
     attach_s: for mapping pages, once the process serves. pool_s, pool_s_per_gib: for mapping and page-locking the pool.
     detach_s: for a detach, moves before it included. idle_s: a process without pages ends after so long; long, since an engine
     that starts meanwhile takes memory that others free while it looks how much there is for a fault.
+    worker_exit_s: how long a worker that has gone may take to end, for its files to be removed.
     healthy_s: a process that served so long had no start problem.
     """
 
@@ -37,6 +39,7 @@ class Limits:
     pool_s: float = 60.0
     pool_s_per_gib: float = 2.0
     stop_s: float = 10.0
+    worker_exit_s: float = 30.0
     idle_s: float = 900.0
     healthy_s: float = 60.0
     restart_pause_s: float = 0.2
@@ -71,6 +74,7 @@ class Device:
         self.restarts = 0
         self.moved = Moved()
         self.handles: dict[int, PageHandle] = {}
+        self._workers: dict[PageHandle, WorkerRemains] = {}
         self._settings = settings
         self._patience = patience
         self._limits = limits
@@ -87,6 +91,7 @@ class Device:
         self._attaching = 0
         self._stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._cleaning: set[asyncio.Task[Any]] = set()
 
     @property
     def state(self) -> str:
@@ -145,6 +150,7 @@ class Device:
                 raise TransferUnavailable("the transfer process was lost")
             handle = PageHandle(self.name, incarnation, child.pid, number, num_blocks, payload_bytes, backend, reason)
             self.handles[number] = handle
+            self._workers[handle] = WorkerRemains(worker.pid, worker.uid)
             return handle
         finally:
             self._attaching -= 1
@@ -189,6 +195,11 @@ class Device:
 
     async def detach(self, handle: PageHandle) -> None:
         """See ``PageMover``."""
+        remains = self._workers.pop(handle, None)
+        if remains is not None and not self._stopping:
+            cleaning = self._keep(remains.remove(self._limits.worker_exit_s))
+            self._cleaning.add(cleaning)
+            cleaning.add_done_callback(self._cleaning.discard)
         if self.handles.get(handle.number) != handle or self._child is None:
             return
         del self.handles[handle.number]
@@ -202,6 +213,8 @@ class Device:
         """End the process after the moves under way, and start none any more. Idempotent."""
         self._stopping = True
         self._cancel_idle()
+        for cleaning in self._cleaning:
+            cleaning.cancel()
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait([self._starting])
@@ -274,6 +287,7 @@ class Device:
         wanted = bool(self.handles) and not self._stopping
         self._child = None
         self.handles.clear()
+        self._workers.clear()
         self._cancel_idle()
         if self._mapped is not None:
             self._mapped.cancel()

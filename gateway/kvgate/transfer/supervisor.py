@@ -20,6 +20,7 @@ from kvgate.transfer import SlotsInDoubt, TransferBusy, TransferUnavailable
 from kvgate.transfer.child import ChildSettings, Patience
 from kvgate.transfer.device import Device, Limits
 from kvgate.transfer.records import MoveSpec, Packed, PageExport, PageHandle, PayloadShape, WorkerProcess
+from kvgate.transfer.remains import remove_cuda_files
 from kvgate.transfer.wire import MODULE, Op, WireError, unpack_digests, unpack_result
 
 MAX_DEVICES: Final = 32
@@ -218,7 +219,9 @@ def end_left_behind(owner: str) -> int:
             if _is_of(entry, owner):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
                 ended += 1
-                if not select.select([process], [], [], _END_S)[0]:
+                if select.select([process], [], [], _END_S)[0]:
+                    remove_cuda_files(int(entry.name), os.geteuid())
+                else:
                     _log.error("transfer.does_not_end", pid=int(entry.name))
         except ProcessLookupError:
             pass  # it ended meanwhile
