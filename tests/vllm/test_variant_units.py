@@ -167,11 +167,11 @@ def test_what_a_failing_request_sampled_in_its_last_step_is_not_told() -> None:
 def test_a_load_of_the_step_that_reports_a_preemption_is_kept() -> None:
     """A request preempted between steps may be resumed by the step that reports it: its load belongs to the new pages."""
     load = LoadOp(1, "r", b"lease", 0, 1, (3, 4), None, skip_tokens=0, asynchronous=True)
-    track = Track(request=SimpleNamespace(request_id="r"), chunk_tokens=64, uncacheable=None, adapter=None)
-    track.pending_load, track.blocks, track.lookup_until = load, [1, 2], 5.0
+    track = Track(request=SimpleNamespace(request_id="r"), chunk_tokens=64, uncacheable=None, adapter=None, salt=None)
+    track.pending_load, track.blocks = load, [1, 2]
     track.reset_for_preemption()
     assert track.pending_load is load
-    assert (track.blocks, track.lookup_until) == ([], None)
+    assert track.blocks == []
 
 
 def output(error: str | None) -> Any:

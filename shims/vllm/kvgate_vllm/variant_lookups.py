@@ -20,6 +20,7 @@ from kvgate_vllm.variants import VariantWish
 
 LATER: Final = (None, False)
 NOTHING_MORE: Final = (0, False)
+DEADLINE_MARGIN_S: Final = 0.1
 
 
 class VariantLookups:
@@ -131,7 +132,8 @@ class VariantLookups:
                 return LATER
             if end < content.chunks:
                 binding.explain()
-                wish.failure = variants.GONE
+                # The gateway was given until then to bring it to memory: an end that comes no sooner may only mean slow storage.
+                wish.failure = variants.GONE if now < track.lookup_until - DEADLINE_MARGIN_S else variants.NO_ANSWER
                 return LATER
             if not self._adapter_ready(track, wish, binding):
                 return LATER
