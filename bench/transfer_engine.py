@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
+import multiprocessing
 import os
 import threading
 import time
@@ -21,6 +23,7 @@ from kvgate_kernels.export import export_pages
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 256
+CALL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +267,37 @@ def serve(pipe: Connection, shape: Shape) -> None:
             pipe.send((True, getattr(engine, method)(*arguments)))
         except Exception:  # noqa: BLE001
             pipe.send((False, traceback.format_exc()))
+
+
+class EngineProcess:
+    """The engine: commands one at a time, each with a deadline."""
+
+    def __init__(self, shape: Shape) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, shape), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid = self._result()
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """The answer; raises ``RuntimeError`` with the engine's traceback."""
+        self._pipe.send((method, arguments))
+        return self._result()
+
+    async def ask(self, method: str, *arguments: object) -> Any:
+        """``call`` beside the event loop."""
+        return await asyncio.to_thread(self.call, method, *arguments)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end."""
+        self._process.kill()
+        self._process.join(20)
+
+    def _result(self) -> Any:
+        if not self._pipe.poll(CALL_S):
+            raise RuntimeError("the engine does not answer")
+        good, result = self._pipe.recv()
+        if not good:
+            raise RuntimeError(f"in the engine: {result}")
+        return result

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import signal
 import statistics
@@ -28,7 +27,7 @@ from blake3 import blake3
 
 from bench import records
 from bench.kernels_common import Beside, Report, finish
-from bench.transfer_engine import BLOCK_TOKENS, CHUNK_TOKENS, Shape, serve
+from bench.transfer_engine import BLOCK_TOKENS, CALL_S, CHUNK_TOKENS, EngineProcess, Shape
 from kvgate.storage.backend import PoolInfo, Slot
 from kvgate.storage.pool import ALIGN_BYTES, PoolMapping, create_pool, unlink_pool
 from kvgate.transfer import (
@@ -42,7 +41,6 @@ from kvgate.transfer import (
 )
 from kvgate.transfer.supervisor import TransferProcesses
 
-CALL_S = 60.0
 MOVE_S = 20.0
 GENERATION = 1
 SLACK_BYTES = 256 << 20
@@ -55,40 +53,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "group16": {"stage_bytes": 32 * CHUNK_BYTES},
 }
 """Kinds of process that are compared: by payloads a launch moves, by their stages' size."""
-
-
-class EngineProcess:
-    """The engine: commands one at a time, each with a deadline."""
-
-    def __init__(self, shape: Shape) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, shape), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.pid = self._result()
-
-    def call(self, method: str, *arguments: object) -> Any:
-        """The answer; raises ``RuntimeError`` with the engine's traceback."""
-        self._pipe.send((method, arguments))
-        return self._result()
-
-    async def ask(self, method: str, *arguments: object) -> Any:
-        """``call`` beside the event loop."""
-        return await asyncio.to_thread(self.call, method, *arguments)
-
-    def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
-        self._process.kill()
-        self._process.join(20)
-
-    def _result(self) -> Any:
-        if not self._pipe.poll(CALL_S):
-            raise RuntimeError("the engine does not answer")
-        good, result = self._pipe.recv()
-        if not good:
-            raise RuntimeError(f"in the engine: {result}")
-        return result
 
 
 class Bench:
