@@ -13,7 +13,7 @@ import torch
 from kvgate_kernels import driver
 from kvgate_kernels.backend import Backend, BackendFactory, NativeUnavailable, Options
 from kvgate_kernels.geometry import Codec, PayloadGeometry
-from kvgate_kernels.gpu_lanes import BUSY_SHARE, STAGE_BYTES, Batch, Lane, groups, pace_of_caller, pack_groups, unpack_groups
+from kvgate_kernels.gpu_lanes import BUSY_SHARE, STAGE_BYTES, Batch, Lane, cut_call, pace_of_caller, pack_groups, unpack_groups
 from kvgate_kernels.gpu_plan import (
     CODED_SIGNATURE,
     GATHER_SIGNATURE,
@@ -309,13 +309,11 @@ class GpuBackend:
         count = len(moves)
         size = self._payload.payload_bytes
         stream = lane.work.cuda_stream
-        most = lane.prepare(count)
         wanted = pace_of_caller()
-        plan = groups(count, most, pack=pack, few=wanted is not None and lane.pacer.busy)
-        places = [lane.stages[turn % 2].buffer.data_ptr() + size * at for turn, (_, n) in enumerate(plan) for at in range(n)]
-        tables = self._kernels.tables(moves, places)
+        cut = cut_call(lane, count, pack=pack, few=wanted is not None and lane.pacer.busy)
+        tables = self._kernels.tables(moves, cut.places)
         out = torch.empty(count, 32, dtype=torch.uint8, device=self._pages.device) if digest else None
-        room = self._kernels.hash_room(most) if digest else None
+        room = self._kernels.hash_room(max(n for _, n in cut.groups)) if digest else None
 
         def move(first: int, n: int) -> None:
             self._kernels.move(tables, first, n, count, pack, stream)
@@ -324,8 +322,8 @@ class GpuBackend:
             if out is not None and room is not None:
                 self._kernels.hash(tables, first, n, room, out, stream)
 
-        batch = Batch(size, digest, [move.address for move in moves], places, move, hash_)
-        (pack_groups if pack else unpack_groups)(lane, batch, plan, wanted)
+        batch = Batch(size, digest, [move.address for move in moves], cut.places, move, hash_)
+        (pack_groups if pack else unpack_groups)(lane, batch, cut, wanted)
         return self._finish(lane, tables, out, count)
 
 

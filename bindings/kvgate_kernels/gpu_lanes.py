@@ -20,7 +20,7 @@ from kvgate_kernels import driver
 STAGE_BYTES = 512 << 20
 """Device memory for payloads on their way, in each direction: half of it for either group."""
 
-BUSY_SHARE = 0.025
+BUSY_SHARE = 0.02
 """Of a busy device's time, for calls that nobody waits for."""
 
 _FIRST, _SECOND = 1, 4
@@ -33,9 +33,9 @@ _TELLING_BYTES = 32 << 20
 _TELLING_SHARE = 0.7
 """Smaller groups, and those far from full, tell nothing of it, nor whether others are at work: their launch takes as long."""
 _SLACK_S = 1.5e-4
-_SWITCH_S = 4e-4
-"""What a group costs others beside its own time, about: the change to our work and back, twice with digests, and cold caches."""
-_BUSY_S = 0.25
+_SWITCH_S = 1.2e-3
+"""What a group costs others beside its own time, about, whatever its size: the change to our work and back, and cold caches."""
+_BUSY_S = 0.5
 """A device counts as busy for so long after kernels had to wait: they don't always have to."""
 _REST_S = 2e-3
 _KEPT, _ENOUGH = 0.7, 1.2
@@ -66,7 +66,7 @@ def pace_of_caller() -> Callable[[], bool] | None:
 
 
 class Pacer:
-    """Lets kernels rest between groups while others want the device, so that ours take at most ``share`` of its time."""
+    """Lets kernels rest before a group while others want the device, so that ours take at most ``share`` of its time."""
 
     def __init__(self, share: float, group_bytes: int) -> None:
         """group_bytes: of a full group."""
@@ -76,6 +76,7 @@ class Pacer:
         self._began_at = 0.0
         self._late = 0.0
         self._busy_until = 0.0
+        self._rest_until = 0.0
 
     def group_of(self, group_bytes: int) -> None:
         """Full groups have another size."""
@@ -86,15 +87,14 @@ class Pacer:
         """Whether others want the device."""
         return time.monotonic() < self._busy_until
 
-    def begin(self) -> None:
-        """The group's kernels are launched, and nothing of ours keeps them waiting."""
+    def begin(self, wanted: Callable[[], bool] | None) -> None:
+        """Before a group's kernels are launched, when nothing of ours keeps them waiting. Rests, until ``wanted``; None: not at all."""
+        while wanted is not None and (left_s := self._rest_until - time.monotonic()) > 0 and not wanted():
+            time.sleep(min(left_s, _REST_S))
         self._began_at = time.monotonic()
 
-    def end(self, nbytes: int, digest: bool, wanted: Callable[[], bool]) -> None:
-        """They are through. Rests where they had to wait for others, now or a moment ago, until ``wanted``.
-
-        digest: whether they hash, which takes longer than moving.
-        """
+    def end(self, nbytes: int, digest: bool) -> None:
+        """They are through. digest: whether they hash, which takes longer than moving."""
         now = time.monotonic()
         took_s = now - self._began_at
         if nbytes >= self._telling_bytes:
@@ -104,9 +104,7 @@ class Pacer:
             if late and self._late > _ENOUGH:
                 self._busy_until = now + _BUSY_S
         if now < self._busy_until:
-            until = now + (nbytes * self._best_s_per_byte[digest] + _SWITCH_S) / self._share - took_s
-            while (left_s := until - time.monotonic()) > 0 and not wanted():
-                time.sleep(min(left_s, _REST_S))
+            self._rest_until = self._began_at + (nbytes * self._best_s_per_byte[digest] + _SWITCH_S) / self._share
 
 
 @dataclass
@@ -127,7 +125,7 @@ class Lane:
         self.copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.stages: list[Stage] = []
         self._device = device
-        self._bytes = payload_bytes
+        self.payload_bytes = payload_bytes
         self._most = max(1, stage_bytes // 2 // payload_bytes)
         self.pacer = Pacer(share, self._most * payload_bytes)
         self._copies_end_at = 0.0
@@ -138,7 +136,7 @@ class Lane:
         Takes less where the device has no more. Raises ``torch.OutOfMemoryError`` where there is none for one payload.
         """
         want = min(count, self._most)
-        have = self.stages[0].buffer.numel() // self._bytes if self.stages else 0
+        have = self.stages[0].buffer.numel() // self.payload_bytes if self.stages else 0
         while want > have:
             self.stages, have = [], 0
             try:
@@ -148,7 +146,7 @@ class Lane:
                 if want == 1:
                     raise
                 want = self._most = want // 2
-                self.pacer.group_of(want * self._bytes)
+                self.pacer.group_of(want * self.payload_bytes)
         if count > 1 and len(self.stages) == 1:
             self.stages.append(self._stage(have))
         return have
@@ -166,7 +164,7 @@ class Lane:
 
     def _stage(self, payloads: int) -> Stage:
         kernels, copies = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
-        return Stage(torch.empty(payloads * self._bytes, dtype=torch.uint8, device=self._device), kernels, copies)
+        return Stage(torch.empty(payloads * self.payload_bytes, dtype=torch.uint8, device=self._device), kernels, copies)
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ class Batch:
     def copy(self, lane: Lane, first: int, n: int, *, out: bool) -> None:
         """Queues a group's copies: one for each run of payloads that lie equally far apart in host memory."""
         size = self.payload_bytes
-        for start, rows, pitch in runs(self.hosts[first : first + n], size):
+        for start, rows, pitch in runs(self.hosts[first : first + n], self.places[first : first + n], size):
             host, place = self.hosts[first + start], self.places[first + start]
             target, source = (host, place) if out else (place, host)
             pitches = (pitch, size) if out else (size, pitch)
@@ -194,29 +192,56 @@ class Batch:
         lane.copies_begin(n * size)
 
 
-def runs(addresses: Sequence[int], size: int) -> list[tuple[int, int, int]]:
-    """Cuts addresses into runs of equal distances of at least ``size``: first index, length and distance of each."""
+def runs(hosts: Sequence[int], places: Sequence[int], size: int) -> list[tuple[int, int, int]]:
+    """Cuts payloads into runs that lie side by side in a stage, and in host memory at equal distances of at least ``size``.
+
+    First index, length and distance of each.
+    """
     found: list[tuple[int, int, int]] = []
-    for at, address in enumerate(addresses):
+    for at, host in enumerate(hosts):
         if found:
             start, rows, pitch = found[-1]
-            step = address - addresses[at - 1]
-            if step >= size and (rows == 1 or step == pitch) and step < driver.MAX_PITCH_BYTES:
+            step = host - hosts[at - 1]
+            if places[at] - places[at - 1] == size <= step and (rows == 1 or step == pitch) and step < driver.MAX_PITCH_BYTES:
                 found[-1] = (start, rows + 1, step)
                 continue
         found.append((at, 1, size))
     return found
 
 
-def pack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], wanted: Callable[[], bool] | None) -> None:
+@dataclass(frozen=True)
+class Cut:
+    """How a call is cut: first payload and number of payloads of each group, how many groups have room at once, and where each payload
+    has its own."""
+
+    groups: Sequence[tuple[int, int]]
+    depth: int
+    places: Sequence[int]
+
+
+def cut_call(lane: Lane, count: int, *, pack: bool, few: bool) -> Cut:
+    """For a call of ``count`` payloads. few: as few groups as can be, one at a time in both stages' room; else two by turns.
+
+    Raises ``torch.OutOfMemoryError``.
+    """
+    size, room = lane.payload_bytes, lane.prepare(count)
+    bases = [stage.buffer.data_ptr() for stage in lane.stages]
+    if few:
+        found = groups(count, room * len(bases), pack=pack, few=True)
+        return Cut(found, 1, [bases[at // room] + size * (at % room) for _, n in found for at in range(n)])
+    found = groups(count, room, pack=pack)
+    return Cut(found, 2, [bases[turn % 2] + size * at for turn, (_, n) in enumerate(found) for at in range(n)])
+
+
+def pack_groups(lane: Lane, batch: Batch, cut: Cut, wanted: Callable[[], bool] | None) -> None:
     """Queues everything from pages to host memory; it is under way when this returns. wanted: see ``unhurried``; None: hurry."""
-    for turn, (first, n) in enumerate(plan):
-        stage = lane.stages[turn % 2]
-        if turn >= 2:
+    for turn, (first, n) in enumerate(cut.groups):
+        stage = lane.stages[turn % cut.depth]
+        if turn >= cut.depth:
             lane.work.wait_event(stage.copies)
             if wanted is not None:
                 stage.copies.synchronize()
-        lane.pacer.begin()
+        lane.pacer.begin(wanted)
         batch.move(first, n)
         stage.kernels.record(lane.work)
         # Beside the copies, and at once: a device that has nothing of ours to do goes over to others.
@@ -226,34 +251,36 @@ def pack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], wante
         stage.copies.record(lane.copy)
         if wanted is not None:
             lane.work.synchronize()
-            lane.pacer.end(n * batch.payload_bytes, batch.digest, wanted)
+            lane.pacer.end(n * batch.payload_bytes, batch.digest)
 
 
-def unpack_groups(lane: Lane, batch: Batch, plan: Sequence[tuple[int, int]], wanted: Callable[[], bool] | None) -> None:
+def unpack_groups(lane: Lane, batch: Batch, cut: Cut, wanted: Callable[[], bool] | None) -> None:
     """Queues everything from host memory to pages; it is under way when this returns. wanted: as for ``pack_groups``."""
 
     def copy_in(turn: int) -> None:
-        stage, (first, n) = lane.stages[turn % 2], plan[turn]
-        if turn >= 2:
+        if turn >= len(cut.groups):
+            return
+        stage, (first, n) = lane.stages[turn % cut.depth], cut.groups[turn]
+        if turn >= cut.depth:
             lane.copy.wait_event(stage.kernels)
         batch.copy(lane, first, n, out=False)
         stage.copies.record(lane.copy)
 
-    copy_in(0)
-    for turn, (first, n) in enumerate(plan):
-        stage = lane.stages[turn % 2]
-        if turn + 1 < len(plan):
-            copy_in(turn + 1)
+    for turn in range(cut.depth - 1):
+        copy_in(turn)
+    for turn, (first, n) in enumerate(cut.groups):
+        stage = lane.stages[turn % cut.depth]
+        copy_in(turn + cut.depth - 1)
         lane.work.wait_event(stage.copies)
         if wanted is not None:
             stage.copies.synchronize()
-        lane.pacer.begin()
+        lane.pacer.begin(wanted)
         batch.hash(first, n)
         batch.move(first, n)
         stage.kernels.record(lane.work)
         if wanted is not None:
             lane.work.synchronize()
-            lane.pacer.end(n * batch.payload_bytes, batch.digest, wanted)
+            lane.pacer.end(n * batch.payload_bytes, batch.digest)
 
 
 def groups(count: int, most: int, *, pack: bool, few: bool = False) -> list[tuple[int, int]]:

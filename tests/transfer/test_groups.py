@@ -54,12 +54,13 @@ class Clock:
     def group(
         self, pacer: Pacer, took_s: float, nbytes: int = GROUP_BYTES, *, digest: bool = True, wanted: bool = False
     ) -> float:
-        """One group whose kernels take that long; how long the lane rested after it."""
+        """One group whose kernels take that long; how long the lane rested before it."""
         before = self.slept
-        pacer.begin()
+        pacer.begin(lambda: wanted)
+        rested_s = self.slept - before
         self.now += took_s
-        pacer.end(nbytes, digest, lambda: wanted)
-        return self.slept - before
+        pacer.end(nbytes, digest)
+        return rested_s
 
 
 def test_lane_does_not_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +71,22 @@ def test_lane_does_not_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lane_rests_beside_a_busy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that had to wait are followed by a rest in which they took no more than their share; and so are the next ones."""
+    """Where kernels had to wait the next ones are launched later, so that they take no more than their share; for a while."""
     clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
-    clock.group(pacer, 0.0003)
-    clock.group(pacer, 0.002)
-    for took_s in (0.002, 0.0003, 0.0003):
-        rested_s = clock.group(pacer, took_s)
-        assert 0.0003 / (rested_s + took_s) < 0.02
+    for took_s in (0.0003, 0.002, 0.002):
+        clock.group(pacer, took_s)
+    for _ in range(3):
+        assert 0.0003 / (clock.group(pacer, 0.0003) + 0.0003) < 0.02
+
+
+def test_call_that_comes_alone_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single group beside a busy engine is neither held back nor held up."""
+    clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
+    for took_s in (0.0003, 0.002, 0.002):
+        clock.group(pacer, took_s)
+    clock.now += 0.3
+    assert pacer.busy
+    assert clock.group(pacer, 0.002) == 0.0
 
 
 def test_hashing_does_not_look_like_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +97,13 @@ def test_hashing_does_not_look_like_waiting(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lane_that_is_wanted_does_not_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for the next call does not wait for the rests of this one."""
+    """Who waits for the next call does not wait for the rests of this one, nor does a call in a hurry rest itself."""
     clock, pacer = Clock(monkeypatch), Pacer(0.02, GROUP_BYTES)
-    clock.group(pacer, 0.0003)
-    assert [clock.group(pacer, 0.002, wanted=True) for _ in range(4)] == [0.0] * 4
+    for took_s in (0.0003, 0.002, 0.002):
+        clock.group(pacer, took_s)
+    assert clock.group(pacer, 0.002, wanted=True) == 0.0
+    pacer.begin(None)
+    assert clock.slept == 0.0
     assert clock.group(pacer, 0.002) > 0.0
 
 
@@ -126,6 +139,11 @@ def test_small_groups_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [clock.group(pacer, 0.001, nbytes=GROUP_BYTES // 2) for _ in range(4)] == [0.0] * 4
 
 
+def side_by_side(count: int, size: int) -> list[int]:
+    """Places in one stage."""
+    return [size * at for at in range(count)]
+
+
 @settings(deadline=None)
 @given(
     steps=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
@@ -135,7 +153,7 @@ def test_runs_name_every_address_once(steps: list[int], size: int) -> None:
     """Rows of the copies are the payloads, in their order; rows of one copy never overlap."""
     addresses = [sum(steps[:at]) for at in range(1, len(steps) + 1)]
     named = []
-    for start, rows, pitch in runs(addresses, size):
+    for start, rows, pitch in runs(addresses, side_by_side(len(addresses), size), size):
         assert rows == 1 or pitch >= size
         named += [addresses[start] + row * pitch for row in range(rows)]
     assert named == addresses
@@ -143,9 +161,14 @@ def test_runs_name_every_address_once(steps: list[int], size: int) -> None:
 
 def test_equal_distances_are_one_run() -> None:
     """Slots side by side, as a new pool gives them, take one copy a group."""
-    assert runs([4096 + 5000 * at for at in range(8)], 900) == [(0, 8, 5000)]
+    assert runs([4096 + 5000 * at for at in range(8)], side_by_side(8, 900), 900) == [(0, 8, 5000)]
+
+
+def test_two_stages_take_two_copies() -> None:
+    """A group in the room of both stages is not one piece there."""
+    assert runs([0, 200, 400, 600], [0, 100, 7000, 7100], 100) == [(0, 2, 200), (2, 2, 200)]
 
 
 def test_distances_too_far_for_one_copy_are_several() -> None:
     """The driver bounds the distance of rows."""
-    assert runs([0, 1 << 31, 1 << 32], 4096) == [(0, 1, 4096), (1, 1, 4096), (2, 1, 4096)]
+    assert runs([0, 1 << 31, 1 << 32], side_by_side(3, 4096), 4096) == [(0, 1, 4096), (1, 1, 4096), (2, 1, 4096)]
