@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvgate.contract.encoding import encode
-from kvgate.daemon import reads, registry, server, writers
+from kvgate.daemon import leases, reads, registry, server, writers
 from kvgate.daemon.app import Gateway
 from kvgate.protocol.framing import HEADER, MAX_FRAME_BYTES, frame_bytes, frame_length, parse_frame
 from kvgate.protocol.messages import MAX_BATCH, MAX_CHUNKS, Acquire, Bind, Bound, Failure, Release, Welcome
@@ -58,9 +58,9 @@ async def test_requests_of_a_session_are_bounded(start: Start) -> None:
     gateway = await start(backend, max_requests_per_session=4)
     engine = await Engine.start(gateway.config.socket_path)
     await engine.store("a")
-    leases = [await engine.lease("a") for _ in range(4)]
+    held = [await engine.lease("a") for _ in range(4)]
     backend.stalled = {"acquire"}
-    waiting = [engine.scheduler.post(Acquire(lease=lease, first=0, last=1, deadline_ms=60_000)) for lease in leases]
+    waiting = [engine.scheduler.post(Acquire(lease=lease, first=0, last=1, deadline_ms=60_000)) for lease in held]
 
     async def all_wait() -> bool:
         return backend.waiting == 4
@@ -97,10 +97,10 @@ async def test_leases_are_bounded(start: Start) -> None:
     """One bind more than max_leases is busy; a release makes room."""
     gateway = await start(max_leases=5)
     engine = await Engine.start(gateway.config.socket_path)
-    leases = [await engine.lease("a") for _ in range(5)]
+    held = [await engine.lease("a") for _ in range(5)]
     async with denied("busy"):
         await engine.bind("a")
-    await engine.release(leases[0])
+    await engine.release(held[0])
     await engine.bind("a")
     await engine.close()
     await nothing_held(gateway)
@@ -391,3 +391,46 @@ async def test_open_loads_are_bounded(start: Start, monkeypatch: pytest.MonkeyPa
     assert await engine.finish(tickets[0])
     assert await engine.finish((await engine.load(lease, 0)).ticket)
     await engine.close()
+
+
+async def test_one_connection_keeps_nobody_from_loading(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that closes no load is stopped long before all loads are taken; with the connection they are closed."""
+    monkeypatch.setattr(reads, "MAX_SESSION_LOADS", 2)
+    greedy = await Engine.start(gateway.config.socket_path)
+    other = await Engine.start(gateway.config.socket_path, engine=makers.engine_id("other"))
+    await greedy.store("a")
+    for engine in (greedy, other):
+        lease = await engine.lease("a")
+        await engine.acquire(lease, 0, 1)
+        for _ in range(2):
+            await engine.load(lease, 0)
+        async with denied("busy"):
+            await engine.load(lease, 0)
+    await greedy.close()
+    await other.close()
+    await nothing_held(gateway)
+
+
+async def test_bound_chunks_are_bounded(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all requests, and half of that for one connection: however it binds or extends; a release makes room."""
+    monkeypatch.setattr(leases, "MAX_BOUND_CHUNKS", 8)
+    one = await Engine.start(gateway.config.socket_path)
+    lease = await one.lease("a", "b")
+    await one.extend(lease, 2, "c")
+    await one.extend(lease, 0, "a", "b", "c")
+    for texts in (("a", "b"), ("a", "b", "c", "d", "e")):
+        async with denied("busy"):
+            await one.bind(*texts)
+    async with denied("busy"):
+        await one.extend(lease, 3, "d", "e")
+    two = await Engine.start(gateway.config.socket_path, engine=makers.engine_id("two"))
+    await two.bind("a", "b", "c", "d")
+    assert await one.extend(lease, 3, "d") == 4
+    third = await Wire.open(gateway.config.socket_path)
+    async with denied("busy"):
+        await third.call(one.bind_message("a"), Bound)
+    await one.release(lease)
+    await third.call(one.bind_message("a", "b", "c", "d"), Bound)
+    for connection in (one, two, third):
+        await connection.close()
+    await nothing_held(gateway)

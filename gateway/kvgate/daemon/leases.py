@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hmac import compare_digest
@@ -24,6 +25,8 @@ from kvgate.storage.backend import Held
 from kvgate.storage.envelope import Components
 
 LEASE_NAME_BYTES: Final = 16
+MAX_BOUND_CHUNKS: Final = 1 << 23
+"""Chunks of all open leases together: about 1 GiB. One connection may bind half of them, so that it keeps nobody else from binding."""
 
 
 @dataclass(eq=False)
@@ -118,6 +121,8 @@ class LeaseTable:
         self._key = key
         self._max_leases = max_leases
         self._leases: dict[bytes, Lease] = {}
+        self._chunks: Counter[int] = Counter()  # bound, by session
+        self._bound = 0
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -138,13 +143,22 @@ class LeaseTable:
         """A new empty lease over the chunks of ``tokens``."""
         if len(self._leases) >= self._max_leases:
             raise Refused("busy", "too many requests are bound", remedy="raise max_leases, or release finished requests")
+        self._require_room(session, len(tokens) // DIGEST_BYTES)
         name = secrets.token_bytes(LEASE_NAME_BYTES)
         token = name + keyed(self._key, name)[: LEASE_BYTES - LEASE_NAME_BYTES]
         domain = registration.domain if variant is None else variant.access.domain
         chunks, links = chunk_chain(root, split(tokens)), Links(domain, tokens)
         lease = Lease(token, session, registration, adapter, root, components, chunks, links, variant)
         self._leases[token] = lease
+        self._count(session, len(chunks))
         return lease
+
+    def extend(self, lease: Lease, first: int, tokens: bytes) -> None:
+        """``lease.extend``, as far as there is room."""
+        known = len(lease.chunks)
+        self._require_room(lease.session, first + len(tokens) // DIGEST_BYTES - known)
+        lease.extend(first, tokens)
+        self._count(lease.session, len(lease.chunks) - known)
 
     def find(self, token: bytes) -> Lease | None:
         """The open lease of ``token``, None for one already gone; raises ``Refused`` for a token this deployment never made."""
@@ -168,7 +182,18 @@ class LeaseTable:
     def remove(self, lease: Lease) -> None:
         """Forget a lease whose holds were given back."""
         lease.released = True
-        self._leases.pop(lease.token, None)
+        if self._leases.pop(lease.token, None) is not None:
+            self._count(lease.session, -len(lease.chunks))
+
+    def _require_room(self, session: int, chunks: int) -> None:
+        if self._bound + chunks > MAX_BOUND_CHUNKS or self._chunks.get(session, 0) + chunks > MAX_BOUND_CHUNKS // 2:
+            raise Refused("busy", "too many chunks are bound", remedy="release finished requests")
+
+    def _count(self, session: int, chunks: int) -> None:
+        self._bound += chunks
+        self._chunks[session] += chunks
+        if not self._chunks[session]:
+            del self._chunks[session]
 
 
 def split(tokens: bytes) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
@@ -27,6 +28,8 @@ log = structlog.get_logger(__name__)
 BATCH_CHUNKS: Final = 64
 """Chunks acquired by one storage call: long enough to be quick, short enough to keep the loop free between two."""
 MAX_OPEN_LOADS: Final = 4096
+MAX_SESSION_LOADS: Final = 256
+"""Of one connection: a worker has a few, and one that closes none must not keep all others from loading."""
 LATE_SHARE: Final = 0.05
 """Storage that took all but this share of an acquire's time ran into its deadline."""
 
@@ -67,6 +70,7 @@ class Reads:
         self._probe_s = probe_s
         self._storage_s = storage_s
         self._loads: dict[int, OpenLoad] = {}
+        self._loads_of: Counter[int] = Counter()  # by session
         self._tickets = count(1)
         self._background: set[asyncio.Task[None]] = set()
 
@@ -224,7 +228,7 @@ class Reads:
         info = self._pool.info
         if lease.released:
             raise Refused("denied", "the lease is released", field="lease", remedy="bind again")
-        if len(self._loads) >= MAX_OPEN_LOADS:
+        if len(self._loads) >= MAX_OPEN_LOADS or self._loads_of.get(session, 0) >= MAX_SESSION_LOADS:
             raise Refused("busy", "too many loads are open", remedy="finish some first")
         slots, opened = [], {}
         for index in chunks:
@@ -243,6 +247,7 @@ class Reads:
             )
         ticket = next(self._tickets)
         self._loads[ticket] = OpenLoad(session, lease, info.generation, opened)
+        self._loads_of[session] += 1
         lease.open_loads += 1
         return LoadPlan(ticket=ticket, pool=info.name, pool_bytes=info.pool_bytes, slots=tuple(slots))
 
@@ -322,6 +327,9 @@ class Reads:
             self._metrics.storage_faults.labels("delete").inc()
 
     async def _close_load(self, load: OpenLoad) -> None:
+        self._loads_of[load.session] -= 1
+        if not self._loads_of[load.session]:
+            del self._loads_of[load.session]
         load.lease.open_loads -= 1
         if load.lease.released and load.lease.open_loads == 0:
             await self._free(load.lease)

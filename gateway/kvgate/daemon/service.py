@@ -247,7 +247,7 @@ class Service:
 
     def _extend(self, session: Session, message: messages.Extend) -> Record:
         lease = self._own_lease(session, message.lease)
-        lease.extend(message.first, message.tokens)
+        self._leases.extend(lease, message.first, message.tokens)
         return messages.Extended(chunks=len(lease.chunks))
 
     async def _release(self, session: Session, message: messages.Release) -> Record:
