@@ -41,12 +41,12 @@ class Row:
 
     @property
     def outcome(self) -> Outcome:
-        """FAIL if any cell failed, PASS if any passed."""
+        """FAIL if any cell failed, PASS if all passed."""
         found = {cell.outcome for cell in self.cells.values()}
-        return next((one for one in (Outcome.FAIL, Outcome.PASS) if one in found), Outcome.UNCHECKED)
+        return next((one for one in (Outcome.FAIL, Outcome.UNCHECKED, Outcome.PASS) if one in found), Outcome.UNCHECKED)
 
     def passes(self, tier: str) -> None:
-        """Note a pass, unless something failed there already."""
+        """Note a pass, unless something failed there, or could not be checked, already."""
         self.cells.setdefault(tier, Cell(Outcome.PASS))
 
     def fails(self, tier: str, why: str) -> None:
@@ -56,8 +56,10 @@ class Row:
             self.cells[tier] = Cell(Outcome.FAIL, why)
 
     def unchecked(self, tier: str, why: str) -> None:
-        """Note that it could not be checked there."""
-        self.cells.setdefault(tier, Cell(Outcome.UNCHECKED, why))
+        """Note that it, or a part of it, could not be checked there."""
+        known = self.cells.get(tier)
+        if known is None or known.outcome is Outcome.PASS:
+            self.cells[tier] = Cell(Outcome.UNCHECKED, why)
 
     def check(self, tier: str, problem: str) -> None:
         """Pass where ``problem`` is empty."""
@@ -108,7 +110,7 @@ class Report:
 
     @property
     def passed(self) -> list[Row]:
-        """Rows that passed wherever they were checked."""
+        """Rows that passed in every tier that has them."""
         return [row for row in self.rows if row.outcome is Outcome.PASS]
 
     def to_json(self) -> dict[str, Any]:
