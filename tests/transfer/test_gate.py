@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -134,17 +135,31 @@ def test_places_are_bounded_and_come_back(gate: Gate) -> None:
     assert gate.open_place() == places[3]
 
 
-@pytest.mark.parametrize("what", ["none", "wrong size", "pipe"])
-def test_what_is_no_gate_is_refused(what: str) -> None:
-    """A descriptor that is not there, a file of another size, no file at all."""
+@pytest.mark.parametrize("what", ["none", "wrong size", "pipe", "not sealed", "on disk"])
+def test_what_is_no_gate_is_refused(what: str, tmp_path: Path) -> None:
+    """A descriptor that is not there, a file of another size, no file at all; and a file that its owner could make shorter later, which
+    would end the process that moves, for all its workers."""
     reading, writing = os.pipe()
     other = os.memfd_create("other")
     os.ftruncate(other, PLACES + 1)
-    descriptor = {"none": 1_000_000, "wrong size": other, "pipe": reading}[what]
+    open_ended = os.memfd_create("open-ended", os.MFD_ALLOW_SEALING)
+    on_disk = os.open(tmp_path / "gate", os.O_RDWR | os.O_CREAT)
+    for one in (open_ended, on_disk):
+        os.ftruncate(one, PLACES)
+    named = {"none": 1_000_000, "wrong size": other, "pipe": reading, "not sealed": open_ended, "on disk": on_disk}
+    descriptor = named[what]
     with pytest.raises(GateError):
         MoverGate.open(os.getpid(), descriptor)
-    for one in (reading, writing, other):
+    for one in (reading, writing, other, open_ended, on_disk):
         os.close(one)
+
+
+def test_a_gate_keeps_its_size(gate: Gate) -> None:
+    """Neither its owner nor anybody else who has the file can make it shorter under the process that moves."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(gate.descriptor, 0)
+    with pytest.raises(PermissionError):
+        os.truncate(f"/proc/self/fd/{gate.descriptor}", 0)
 
 
 def test_a_gate_leaves_nothing_behind() -> None:

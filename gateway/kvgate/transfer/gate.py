@@ -28,6 +28,7 @@ CLOSED: Final = 0
 OPEN: Final = 1
 MOVING: Final = 2
 _POLL_S: Final = 0.002
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class GateError(Exception):
@@ -38,8 +39,9 @@ class Gate:
     """The worker's side: it owns the file, which has no name and goes with its last descriptor. Thread-safe."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("kvgate-gate", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create("kvgate-gate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, PLACES)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         self._bytes = mmap.mmap(self.descriptor, PLACES)
         self._lock = threading.Lock()
         self._free = deque(range(1, PLACES))
@@ -106,6 +108,10 @@ class MoverGate:
         if not stat.S_ISREG(status.st_mode) or status.st_size != PLACES:
             os.close(own)
             raise GateError("the gate is no file of the right size")
+        if not _sealed(own):
+            # Touching a mapping whose file was made shorter ends the process, and with it the moves of all other workers.
+            os.close(own)
+            raise GateError("the gate can be made shorter: its file must be sealed")
         return cls(own)
 
     @contextmanager
@@ -131,6 +137,13 @@ class MoverGate:
             self._bytes.close()
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _sealed(descriptor: int) -> bool:
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK != 0
+    except OSError:
+        return False  # a file that has no seals
 
 
 def _lock(descriptor: int, place: int) -> bool:
