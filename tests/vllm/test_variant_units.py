@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -172,6 +173,20 @@ def test_a_load_of_the_step_that_reports_a_preemption_is_kept() -> None:
     track.reset_for_preemption()
     assert track.pending_load is load
     assert track.blocks == []
+
+
+@pytest.mark.parametrize("name", failures.REQUEST_MODELS)
+def test_beam_search_does_not_drop_a_capability(name: str) -> None:
+    """vLLM's beam search has no kv_transfer_params: without an error the retained ids would be computed."""
+    module = importlib.import_module(name)
+    failures.install_request_hook(module)
+    model = getattr(module, "CompletionRequest", None) or module.ChatCompletionRequest
+    asked: dict[str, Any] = {"model": "m", "use_beam_search": True, "n": 2}
+    asked |= {"prompt": [1]} if "prompt" in model.model_fields else {"messages": [{"role": "user", "content": "a"}]}
+    assert model(**asked).to_beam_search_params(5, {}).beam_width == 2
+    for parameters in ({"kvgate_variant": capability()}, {"kvgate_cartridge": 1}):
+        with pytest.raises(Exception, match="beam search is not served from one"):
+            model(**asked, kv_transfer_params=parameters).to_beam_search_params(5, {})
 
 
 def output(error: str | None) -> Any:

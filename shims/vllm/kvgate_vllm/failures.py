@@ -12,9 +12,11 @@ from types import ModuleType
 from typing import Any, Final
 
 from kvgate_vllm.state import LOGGER, active_state
+from kvgate_vllm.variants import BEAM_SEARCH, is_variant, message
 from kvgate_vllm.wrapping import wrap
 
 FRONT_END: Final = "vllm.v1.engine.async_llm"
+REQUEST_MODELS: Final = ("vllm.entrypoints.openai.completion.protocol", "vllm.entrypoints.openai.chat_completion.protocol")
 
 
 def install_scheduler_hook() -> None:
@@ -68,6 +70,19 @@ def install_front_end_hook(module: ModuleType) -> None:
     wrap(module.AsyncLLM, "generate", _generate)
 
 
+def install_request_hook(module: ModuleType) -> None:
+    """Wrap the request models of an API server, as far as they know of beam search, which drops kv_transfer_params."""
+    for model in vars(module).values():
+        if isinstance(model, type) and "to_beam_search_params" in vars(model):
+            wrap(model, "to_beam_search_params", _to_beam_search_params)
+
+
+def _to_beam_search_params(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_variant(self):
+        raise http_error(message(BEAM_SEARCH))
+    return stock(self, *args, **kwargs)
+
+
 async def _generate(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     stream = stock(self, *args, **kwargs)
     try:
@@ -87,14 +102,14 @@ def error_of(output: Any) -> str | None:
     return error if isinstance(error, str) else None
 
 
-def http_error(message: str) -> Exception:
+def http_error(text: str) -> Exception:
     """What this vLLM's API server answers with 409, or the nearest to it: 422 in 0.26, 400 where there is neither."""
     from vllm import exceptions
 
     if hasattr(exceptions, "GracefulHTTPError"):
-        error: Exception = exceptions.GracefulHTTPError(message, http_status=HTTPStatus.CONFLICT)
+        error: Exception = exceptions.GracefulHTTPError(text, http_status=HTTPStatus.CONFLICT)
     elif hasattr(exceptions, "VLLMUnprocessableEntityError"):
-        error = exceptions.VLLMUnprocessableEntityError(message)
+        error = exceptions.VLLMUnprocessableEntityError(text)
     else:
-        error = ValueError(message)
+        error = ValueError(text)
     return error

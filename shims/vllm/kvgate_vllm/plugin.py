@@ -41,6 +41,8 @@ def register() -> None:
         _registered = True
         after_import(LOADER_PACKAGE, loading.register_loaders)
         after_import(failures.FRONT_END, failures.install_front_end_hook)
+        for name in failures.REQUEST_MODELS:
+            after_import(name, failures.install_request_hook)
 
 
 def attach_scheduler(vllm_config: Any) -> EngineState:
