@@ -46,7 +46,7 @@ class StepOrder:
 
         with torch.cuda.device(self._device):
             if len(self._ring) < RING_EVENTS:
-                event = torch.cuda.Event(interprocess=True) if self._shared else torch.cuda.Event()
+                event: Any = torch.cuda.Event(interprocess=self._shared)  # type: ignore[no-untyped-call]
                 self._ring.append(Mark(event, bytes(event.ipc_handle()) if self._shared else b""))
             mark = self._ring[self._next % len(self._ring)]
             self._next = (self._next + 1) % RING_EVENTS
@@ -63,7 +63,7 @@ class StepOrder:
 
         stream = getattr(self._streams, "own", None)
         if stream is None:
-            stream = self._streams.own = torch.cuda.Stream(self._device)
+            stream = self._streams.own = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             stream.wait_event(mark.event)
             yield
