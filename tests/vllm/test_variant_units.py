@@ -80,13 +80,22 @@ def test_malformed_wishes_fail(text: Any) -> None:
 
 
 @pytest.mark.parametrize("parameters", [5, "kvgate_variant", ["kvgate_variant"], True])
-def test_parameters_that_are_no_map_fail_their_request_alone(parameters: Any) -> None:
+def test_parameters_that_are_no_map_fail_their_request_alone(monkeypatch: pytest.MonkeyPatch, parameters: Any) -> None:
     """They can come past the API server's checks, in extra_args; an exception in the engine core would end it for everybody."""
     wish = wish_of(request(parameters))
     assert wish is not None
     assert wish.failure == UNKNOWN
     assert len(local_variant(request(parameters))) == 32
     assert capture.wish_of(request(parameters), allowed=True) is None
+    monkeypatch.setattr(hooks, "active_state", lambda _config: EngineState())
+    made = request(parameters)
+    hooks._preprocess_add_request(
+        lambda _core, _asked: (made, 0), SimpleNamespace(vllm_config=None), SimpleNamespace(lora_request=None)
+    )
+    again = wish_of(made)
+    assert again is not None
+    assert again.failure == UNKNOWN
+    assert made.kv_transfer_params.get("do_remote_prefill") is None
 
 
 @pytest.mark.parametrize("name", ["kvgate_variants", "kvgate_", "kvgate_cartridge"])

@@ -25,7 +25,7 @@ from kvgate_vllm.loading import (
     state_of_model,
 )
 from kvgate_vllm.state import LOGGER, EngineState, LoadedAdapter, active_state, pin_of
-from kvgate_vllm.variants import IN_A_SESSION, failed_report, is_variant
+from kvgate_vllm.variants import IN_A_SESSION, failed_report, is_variant, parameters_of
 from kvgate_vllm.wrapping import wrap
 
 NO_SNAPSHOTS: Final = "adapters cannot be copied for the workers of this engine"
@@ -67,6 +67,8 @@ def _preprocess_add_request(stock: Callable[..., Any], self: Any, request: Any) 
         with block_hash.constructing(Construction(state, binding.adapter, binding.reason)):
             made = stock(self, request)
             block_hash.pin(made[0])  # a prompt below one block was not hashed yet
+            # vLLM's scheduler asks them for names, whatever they are, and would end the engine core.
+            made[0].kv_transfer_params = parameters_of(made[0]) or None
     except BaseException:
         _let_go(state, binding)
         raise
