@@ -28,7 +28,7 @@ from tests.vllm.connector_support import (
 )
 from tests.vllm.engine import BLOCK_TOKENS, MODEL, Engine, EnginePool, prompt_tokens
 from tests.vllm.gateway import GatewayProcess, gateway
-from tests.vllm.variant_support import TAIL, TOKENS, Outcome, ask, stranger, with_capability
+from tests.vllm.variant_support import TAIL, TOKENS, Outcome, add_input, ask, input_outputs, stranger, with_capability
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -146,6 +146,35 @@ def test_served_from_the_artifact_and_apart_from_ordinary_prompts(
     assert third.reply.restored == TOKENS
     assert third.reply.tokens == ordinary.reply.tokens
     assert free_blocks(engine) == free
+
+
+def test_what_was_computed_behind_a_shorter_artifact_is_not_taken_for_the_longer_one(engine: Engine, sdk: Gateway) -> None:
+    """One manifest, two lengths: vLLM computes the second chunk's ids behind the shorter one, and loads them for the longer one."""
+    for text in (IDS, OTHER):
+        ask(engine, [([*text, 5], None)], max_tokens=1)
+    made = stranger(sdk, IDS, OTHER, algorithm="lengths", scope="query", query=(1, 2))
+    longer = sdk.publish(made)
+    shorter = sdk.find(made.manifest, made.source, IDS[:CHUNK])
+    prompt, kv = with_capability(longer)
+    forget_local(engine)
+    wanted = ask(engine, [(prompt, kv)])[0].reply
+    forget_local(engine)
+    other = ask(engine, [(prompt, dict(shorter.kv_transfer_params))])[0].reply
+    assert other.restored == CHUNK
+    got = ask(engine, [(prompt, kv)])[0].reply
+    assert (got.restored, got.tokens, got.top) == (TOKENS, wanted.tokens, wanted.top)
+    assert other.top != wanted.top
+
+
+def test_a_streaming_session_ends_at_an_input_with_a_capability(engine: Engine, capability: VariantCapability) -> None:
+    """vLLM would go on with the session's own parameters and compute the ids: the session fails, and gives no token of them."""
+    add_input(engine, IDS[:40], None)
+    assert [len(one.new_token_ids) for one in input_outputs(engine, 1)] == [1]
+    add_input(engine, *with_capability(capability))
+    (last,) = input_outputs(engine, 1)
+    assert last.new_token_ids == []
+    assert last.kv_transfer_params["kvgate"]["outcome"] == "variant failed"
+    assert not engine.core.scheduler.requests
 
 
 def test_what_vllm_holds_itself_is_not_loaded_again(engine: Engine, capability: VariantCapability) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,3 +78,36 @@ def stranger(sdk: Gateway, ids: Sequence[int], other: Sequence[int], *, salt: st
     held = sdk.fetch(other, salt=salt)
     settings = {"algorithm": "stranger", "version": "1", "scope": "request"} | manifest
     return Artifact(held.keys, held.values, tuple(ids), held.source.manifest(**settings), held.source)
+
+
+def add_input(engine: Engine, prompt: Sequence[int], kv: dict[str, Any] | None) -> None:
+    """Hand the engine core the next input of one streaming session."""
+    from vllm.sampling_params import RequestOutputKind
+
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        extra_args={"kv_transfer_params": kv} if kv else None,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    asked = engine.llm.llm_engine.input_processor.process_inputs(
+        request_id="session",
+        prompt={"prompt_token_ids": list(prompt)},
+        params=parameters,
+        resumable=True,
+        supported_tasks=("generate",),
+    )
+    engine.core.add_request(*engine.core.preprocess_add_request(asked))
+
+
+def input_outputs(engine: Engine, count: int) -> list[Any]:
+    """Step the engine core until ``count`` outputs have come."""
+    found: list[Any] = []
+    deadline = time.monotonic() + 30
+    while len(found) < count:
+        assert time.monotonic() < deadline, "no output came"
+        for of_client in (engine.core.step_fn()[0] or {}).values():
+            found += of_client.outputs
+    return found
