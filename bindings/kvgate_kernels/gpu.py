@@ -103,6 +103,12 @@ def kernel_name(payload: PayloadGeometry, pack: bool) -> str:
     return f"{way}_{_kind(payload.dtype)}_{'int8' if payload.codec is Codec.K16V8 else 'e4m3'}"
 
 
+def _memory_of(move: CheckedMove) -> int:
+    """Tells the memory that a payload is a part of: views of one buffer, such as the pool, are of one."""
+    payload = move.move.payload
+    return id(payload.obj) if isinstance(payload, memoryview) else id(payload)
+
+
 @dataclass(frozen=True)
 class DeviceRotation:
     """Rotations of a batch on the device: float32 [payloads, tokens, rotary_dim / 2]."""
@@ -322,7 +328,8 @@ class GpuBackend:
             if out is not None and room is not None:
                 self._kernels.hash(tables, first, n, room, out, stream)
 
-        batch = Batch(size, digest, [move.address for move in moves], cut.places, move, hash_)
+        hosts, owners = [move.address for move in moves], [_memory_of(move) for move in moves]
+        batch = Batch(size, digest, hosts, owners, cut.places, move, hash_)
         (pack_groups if pack else unpack_groups)(lane, batch, cut, wanted)
         return self._finish(lane, tables, out, count)
 

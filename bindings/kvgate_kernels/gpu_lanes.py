@@ -20,6 +20,9 @@ from kvgate_kernels import driver
 STAGE_BYTES = 512 << 20
 """Device memory for payloads on their way, in each direction: half of it for either group."""
 
+ALIGN_BYTES = 256
+"""Payloads in a stage begin at multiples of it, whatever their length: kernels move 16 bytes at a time."""
+
 BUSY_SHARE = 0.02
 """Of a busy device's time, for calls that nobody waits for."""
 
@@ -125,9 +128,9 @@ class Lane:
         self.copy = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.stages: list[Stage] = []
         self._device = device
-        self.payload_bytes = payload_bytes
-        self._most = max(1, stage_bytes // 2 // payload_bytes)
-        self.pacer = Pacer(share, self._most * payload_bytes)
+        self.stride = stride_of(payload_bytes)
+        self._most = max(1, stage_bytes // 2 // self.stride)
+        self.pacer = Pacer(share, self._most * self.stride)
         self._copies_end_at = 0.0
 
     def prepare(self, count: int) -> int:
@@ -136,7 +139,7 @@ class Lane:
         Takes less where the device has no more. Raises ``torch.OutOfMemoryError`` where there is none for one payload.
         """
         want = min(count, self._most)
-        have = self.stages[0].buffer.numel() // self.payload_bytes if self.stages else 0
+        have = self.stages[0].buffer.numel() // self.stride if self.stages else 0
         while want > have:
             self.stages, have = [], 0
             try:
@@ -146,7 +149,7 @@ class Lane:
                 if want == 1:
                     raise
                 want = self._most = want // 2
-                self.pacer.group_of(want * self.payload_bytes)
+                self.pacer.group_of(want * self.stride)
         if count > 1 and len(self.stages) == 1:
             self.stages.append(self._stage(have))
         return have
@@ -164,36 +167,45 @@ class Lane:
 
     def _stage(self, payloads: int) -> Stage:
         kernels, copies = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
-        return Stage(torch.empty(payloads * self.payload_bytes, dtype=torch.uint8, device=self._device), kernels, copies)
+        return Stage(torch.empty(payloads * self.stride, dtype=torch.uint8, device=self._device), kernels, copies)
+
+
+def stride_of(payload_bytes: int) -> int:
+    """From one payload of a stage to the next."""
+    return -(-payload_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(frozen=True)
 class Batch:
     """One call's payloads: where they are in host memory, where in the stages, and how their kernels are queued on ``lane.work``.
 
+    owners: for each payload what memory it is a part of: only parts of one are copied together, with what lies between them.
     move, hash: given the first payload and the number of payloads. Hashing is nothing where no ``digest`` is asked for.
     """
 
     payload_bytes: int
     digest: bool
     hosts: Sequence[int]
+    owners: Sequence[int]
     places: Sequence[int]
     move: Callable[[int, int], None]
     hash: Callable[[int, int], None]
 
     def copy(self, lane: Lane, first: int, n: int, *, out: bool) -> None:
         """Queues a group's copies: one for each run of payloads that lie equally far apart in host memory."""
-        size = self.payload_bytes
-        for start, rows, pitch in runs(self.hosts[first : first + n], self.places[first : first + n], size):
+        size, stride, end = self.payload_bytes, lane.stride, first + n
+        for start, rows, pitch in runs(self.hosts[first:end], self.owners[first:end], self.places[first:end], size, stride):
             host, place = self.hosts[first + start], self.places[first + start]
             target, source = (host, place) if out else (place, host)
-            pitches = (pitch, size) if out else (size, pitch)
+            pitches = (pitch, stride) if out else (stride, pitch)
             driver.copy_rows(target, source, size, rows, pitches, lane.copy.cuda_stream, out=out)
         lane.copies_begin(n * size)
 
 
-def runs(hosts: Sequence[int], places: Sequence[int], size: int) -> list[tuple[int, int, int]]:
-    """Cuts payloads into runs that lie side by side in a stage, and in host memory at equal distances of at least ``size``.
+def runs(
+    hosts: Sequence[int], owners: Sequence[int], places: Sequence[int], size: int, stride: int
+) -> list[tuple[int, int, int]]:
+    """Cuts payloads into runs that lie side by side in a stage, and in one host memory at equal distances of at least ``size``.
 
     First index, length and distance of each.
     """
@@ -202,7 +214,8 @@ def runs(hosts: Sequence[int], places: Sequence[int], size: int) -> list[tuple[i
         if found:
             start, rows, pitch = found[-1]
             step = host - hosts[at - 1]
-            if places[at] - places[at - 1] == size <= step and (rows == 1 or step == pitch) and step < driver.MAX_PITCH_BYTES:
+            together = owners[at] == owners[at - 1] and places[at] - places[at - 1] == stride
+            if together and size <= step < driver.MAX_PITCH_BYTES and (rows == 1 or step == pitch):
                 found[-1] = (start, rows + 1, step)
                 continue
         found.append((at, 1, size))
@@ -224,13 +237,13 @@ def cut_call(lane: Lane, count: int, *, pack: bool, few: bool) -> Cut:
 
     Raises ``torch.OutOfMemoryError``.
     """
-    size, room = lane.payload_bytes, lane.prepare(count)
+    stride, room = lane.stride, lane.prepare(count)
     bases = [stage.buffer.data_ptr() for stage in lane.stages]
     if few:
         found = groups(count, room * len(bases), pack=pack, few=True)
-        return Cut(found, 1, [bases[at // room] + size * (at % room) for _, n in found for at in range(n)])
+        return Cut(found, 1, [bases[at // room] + stride * (at % room) for _, n in found for at in range(n)])
     found = groups(count, room, pack=pack)
-    return Cut(found, 2, [bases[turn % 2] + size * at for turn, (_, n) in enumerate(found) for at in range(n)])
+    return Cut(found, 2, [bases[turn % 2] + stride * at for turn, (_, n) in enumerate(found) for at in range(n)])
 
 
 def pack_groups(lane: Lane, batch: Batch, cut: Cut, wanted: Callable[[], bool] | None) -> None:

@@ -153,7 +153,7 @@ def test_runs_name_every_address_once(steps: list[int], size: int) -> None:
     """Rows of the copies are the payloads, in their order; rows of one copy never overlap."""
     addresses = [sum(steps[:at]) for at in range(1, len(steps) + 1)]
     named = []
-    for start, rows, pitch in runs(addresses, side_by_side(len(addresses), size), size):
+    for start, rows, pitch in runs(addresses, [1] * len(addresses), side_by_side(len(addresses), size), size, size):
         assert rows == 1 or pitch >= size
         named += [addresses[start] + row * pitch for row in range(rows)]
     assert named == addresses
@@ -161,14 +161,19 @@ def test_runs_name_every_address_once(steps: list[int], size: int) -> None:
 
 def test_equal_distances_are_one_run() -> None:
     """Slots side by side, as a new pool gives them, take one copy a group."""
-    assert runs([4096 + 5000 * at for at in range(8)], side_by_side(8, 900), 900) == [(0, 8, 5000)]
+    assert runs([4096 + 5000 * at for at in range(8)], [1] * 8, side_by_side(8, 1024), 900, 1024) == [(0, 8, 5000)]
 
 
 def test_two_stages_take_two_copies() -> None:
     """A group in the room of both stages is not one piece there."""
-    assert runs([0, 200, 400, 600], [0, 100, 7000, 7100], 100) == [(0, 2, 200), (2, 2, 200)]
+    assert runs([0, 200, 400, 600], [1] * 4, [0, 100, 7000, 7100], 100, 100) == [(0, 2, 200), (2, 2, 200)]
+
+
+def test_two_buffers_take_two_copies() -> None:
+    """What lies between two buffers is nobody's, and no copy may count on it."""
+    assert runs([0, 200, 400, 600], [1, 1, 2, 2], side_by_side(4, 100), 100, 100) == [(0, 2, 200), (2, 2, 200)]
 
 
 def test_distances_too_far_for_one_copy_are_several() -> None:
     """The driver bounds the distance of rows."""
-    assert runs([0, 1 << 31, 1 << 32], side_by_side(3, 4096), 4096) == [(0, 1, 4096), (1, 1, 4096), (2, 1, 4096)]
+    assert runs([0, 1 << 31, 1 << 32], [1] * 3, side_by_side(3, 4096), 4096, 4096) == [(0, 1, 4096), (1, 1, 4096), (2, 1, 4096)]

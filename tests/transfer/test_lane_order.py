@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvgate_kernels.gpu_lanes import Batch, Pacer, cut_call, pack_groups, unpack_groups
+from kvgate_kernels.gpu_lanes import ALIGN_BYTES, Batch, Pacer, cut_call, pack_groups, stride_of, unpack_groups
 
-SIZE = 100
+SIZE = 1000  # no multiple of what the kernels need
 ROOM = 3
 
 
@@ -77,13 +77,13 @@ def simulated(machine: Machine, count: int) -> Any:
     have = min(count, ROOM)
     stages = [
         SimpleNamespace(buffer=SimpleNamespace(data_ptr=lambda at=at: at), kernels=Event(machine), copies=Event(machine))
-        for at in ((10_000, 20_000) if count > 1 else (10_000,))
+        for at in ((1 << 16, 1 << 18) if count > 1 else (1 << 16,))
     ]
     return SimpleNamespace(
         work=machine.work,
         copy=machine.copy,
         stages=stages,
-        payload_bytes=SIZE,
+        stride=stride_of(SIZE),
         pacer=Pacer(0.02, 1 << 30),
         prepare=lambda _count: have,
         copies_begin=lambda _nbytes: None,
@@ -128,11 +128,13 @@ def test_payloads_arrive_whole_in_any_order(monkeypatch: pytest.MonkeyPatch, pac
         lot, machine, memory = random.Random(seed), Machine(seed), dict[int, Any]()
         count = lot.randint(1, 14)
         spacing = [SIZE if lot.random() < 0.6 else SIZE + 7 for _ in range(count)]
-        hosts = [1000 + sum(spacing[:at]) for at in range(count)]
+        hosts = [(1 << 20) + sum(spacing[:at]) for at in range(count)]
         lot.shuffle(hosts)
         lane = simulated(machine, count)
         cut = cut_call(lane, count, pack=pack, few=few)
         assert len(cut.places) == count
+        assert all(place % ALIGN_BYTES == 0 for place in cut.places)
+        owners = [lot.randint(0, 1) for _ in hosts]
         hashed: dict[int, Any] = {}
         pages: dict[int, Any] = {n: (f"page {n}" if pack else None) for n in range(count)}
         if not pack:
@@ -143,7 +145,7 @@ def test_payloads_arrive_whole_in_any_order(monkeypatch: pytest.MonkeyPatch, pac
         names = [(place, n) if pack else (n, place) for n, place in enumerate(cut.places)]
         move = partial(queue, machine.work, [partial(assign, into, to, of, source) for to, source in names])
         hash_ = partial(queue, machine.work, [partial(assign, hashed, n, memory, place) for n, place in enumerate(cut.places)])
-        batch = Batch(SIZE, True, hosts, cut.places, move, hash_)
+        batch = Batch(SIZE, True, hosts, owners, cut.places, move, hash_)
         (pack_groups if pack else unpack_groups)(lane, batch, cut, (lambda: False) if paced else None)
         machine.copy.synchronize()
         machine.work.synchronize()
