@@ -29,6 +29,7 @@ SHORT_CHUNKS: Final = 2
 MODEL_S: Final = 180.0
 RUNS: Final = 5
 MISSES: Final = 40
+REST_S: Final = 0.1
 VOCABULARY: Final = 32000
 
 
@@ -38,13 +39,16 @@ def steps(long: list[int]) -> list[dict[str, Any]]:
     found = [ask(random_prompt(LONG_CHUNKS, 1, VOCABULARY), salt="warm", **once), ask(random_prompt(2, 2, VOCABULARY), **once)]
     for _ in range(RUNS + 1):
         found += [{"forget": 1}, ask(long, **once)]
-    return found + [ask(random_prompt(SHORT_CHUNKS, 100 + number, VOCABULARY), **once) for number in range(MISSES)]
+    for number in range(MISSES):
+        # The same rest on both sides: after one, processor and GPU begin slower than in the midst of work.
+        found += [{"wait_s": REST_S}, ask(random_prompt(SHORT_CHUNKS, 100 + number, VOCABULARY), **once)]
+    return found
 
 
 def times(answers: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[float]]:
     """The first long answer, the later ones, and the short ones' milliseconds."""
     longs = [answers[3 + 2 * run] for run in range(RUNS + 1)]
-    return longs[0], longs[1:], [answer["ttft_ms"] for answer in answers[-MISSES:]]
+    return longs[0], longs[1:], [answer["ttft_ms"] for answer in answers[1 - 2 * MISSES :: 2]]
 
 
 def spread(values: list[float]) -> float:
