@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvgate.client.errors import ArtifactError
-from kvgate.client.payloads import decode, encode, require_supported
+from kvgate.client.payloads import decode, encode, require_finite, require_supported
 from kvgate.contract.plan import Rectangle
 from kvgate.contract.representation import ComponentFormat, KvGroup, Representation
 from kvgate_kernels.codecs import decode_values, encode_values
@@ -110,6 +110,21 @@ def test_a_number_beyond_the_caches_range_is_refused(dtype: str, value: float) -
         pair[which] = np.full_like(keys, value)
         with pytest.raises(ArtifactError, match=f"range of the cache's {dtype}"):
             encode(form(dtype), WHOLE, *pair)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_first_number_beyond_the_range_is_the_first_that_rounding_makes_infinite(dtype: str) -> None:
+    """The check before publishing agrees with torch's rounding to the last bit, on both signs."""
+    # Around float16's 65520, around bfloat16's last half step, and float32's largest.
+    bits = np.concatenate([at + np.arange(-2, 3) for at in (0x477FF000, 0x7F7F8000, 0x7F7FFFFD)]).astype(np.uint32)
+    for number in (*bits.view(np.float32), *-bits.view(np.float32)):
+        array = np.zeros((2, 1, 1, 1), np.float32)
+        array[1] = number
+        if torch.from_numpy(array).to(getattr(torch, dtype)).isinf().any():
+            with pytest.raises(ArtifactError, match=f"keys, layer 1: .*{dtype}"):
+                require_finite("keys", array, dtype)
+        else:
+            require_finite("keys", array, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

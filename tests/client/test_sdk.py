@@ -207,6 +207,81 @@ def test_what_is_no_artifact_of_this_model_is_refused_here(
     assert idle(gateway)
 
 
+@pytest.mark.parametrize("tensor", [False, True], ids=["numpy", "torch"])
+@pytest.mark.parametrize("field", ["keys", "values"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 3.4028e38, -3.4028e38])
+def test_what_is_not_finite_in_the_cache_is_refused_by_field_and_layer(
+    sdk: Gateway, prefix: Prefix, number: float, field: str, tensor: bool
+) -> None:
+    """One such number anywhere: the message says which array and layer, and whether it was one already or would become one."""
+    artifact = keep(prefix)
+    array = getattr(artifact, field).copy()
+    array[1, 1, 7, 3] = number
+    given: Any = torch.from_numpy(array) if tensor else array
+    why = "beyond the range of the cache's bfloat16" if np.isfinite(np.float32(number)) else "a NaN or an infinity"
+    with pytest.raises(ArtifactError, match=f"^{field}, layer 1: .*{why}"):
+        sdk.publish(dataclasses.replace(artifact, **{field: given}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64], ids=str)
+def test_tensors_are_refused_by_type_as_arrays_are(sdk: Gateway, prefix: Prefix, dtype: torch.dtype) -> None:
+    """A type whose numbers float32 can't hold, or that holds no floats: by name, never converted."""
+    artifact = keep(prefix)
+    with pytest.raises(ArtifactError, match=f"values of {dtype}"):
+        sdk.publish(dataclasses.replace(artifact, values=torch.from_numpy(artifact.values).to(dtype)))
+
+
+NO_IDS: dict[str, tuple[Any, str]] = {
+    "text": ("what", "not str"),
+    "bytes": (b"what", "not bytes"),
+    "nothing": (None, "not NoneType"),
+    "floats": ([1.0] * 8, "not float"),
+    "an array of floats": (np.ones(8), "not numpy.ndarray of float64"),
+    "a mask": ([True] * 8, "not bool"),
+    "negative": ([-1] * 8, "negative or beyond 4294967295"),
+    "33 bits": ([1 << 32] * 8, "negative or beyond 4294967295"),
+}
+
+
+@pytest.mark.parametrize(("ids", "why"), NO_IDS.values(), ids=NO_IDS)
+def test_what_is_no_token_id_is_refused_by_field_and_type(sdk: Gateway, prefix: Prefix, ids: Any, why: str) -> None:
+    """Wherever token ids are taken, and never rounded or cut to one."""
+    artifact = keep(prefix, query=(1,), scope="query")
+    asked: dict[str, list[Callable[[], Any]]] = {
+        "tokens": [lambda: sdk.fetch(ids), lambda: sdk.source(ids)],
+        "token_ids": [
+            lambda: sdk.publish(dataclasses.replace(artifact, token_ids=ids)),
+            lambda: sdk.publish((artifact.keys, artifact.values, ids)),
+            lambda: sdk.find(artifact.manifest, artifact.source, ids),
+        ],
+        "query": [lambda: prefix.source.manifest(algorithm="keep", version="1", query=ids, scope="query")],
+    }
+    for field, calls in asked.items():
+        for call in calls:
+            if ids is None and field == "query":
+                continue  # None says that there is none
+            with pytest.raises(ArtifactError, match=f"^{field}: .*{why}"):
+                call()
+
+
+def test_token_ids_come_in_any_form(sdk: Gateway, prefix: Prefix) -> None:
+    """A list, an array and a tensor of integers name the same tokens."""
+    artifact = keep(prefix)
+    forms: list[Callable[[Any], Any]] = [list, np.array, torch.tensor]
+    for form in forms:
+        capability = sdk.publish(dataclasses.replace(artifact, token_ids=form(artifact.token_ids)))
+        assert capability.token_ids == artifact.token_ids
+        assert sdk.source(form(WHOLE)).prefix == prefix.source.prefix
+
+
+def test_an_artifact_of_scope_request_is_not_looked_for(sdk: Gateway, prefix: Prefix) -> None:
+    """It could never be found: that is said at once, with what to do instead."""
+    artifact = keep(prefix)
+    sdk.publish(artifact)
+    with pytest.raises(ArtifactError, match=r"scope request can't be found.*keep the capability"):
+        sdk.find(artifact.manifest, artifact.source, artifact.token_ids)
+
+
 def idle(gateway: GatewayThread) -> bool:
     """Wait until nothing is leased, loaded or reserved."""
     deadline = time.monotonic() + WAIT_S

@@ -43,8 +43,10 @@ def test_a_manifest_says_what_the_contract_says(sdk: Gateway, engine: SdkEngine,
         ([KEPT, KEPT], "layer"),
         (torch.tensor([[KEPT], [KEPT]]), "layer"),
         (np.array([[KEPT, KEPT], [KEPT, KEPT]]), "head"),
+        ([np.array(KEPT), torch.tensor(KEPT)], "layer"),
+        ([np.int64(at) for at in KEPT], "model"),
     ],
-    ids=["list", "tensor", "1 1 n", "layers", "n 1 n", "heads"],
+    ids=["list", "tensor", "1 1 n", "layers", "n 1 n", "heads", "list of arrays", "numpy scalars"],
 )
 def test_positions_come_in_any_of_three_shapes(prefix: Prefix, positions: Any, per: str) -> None:
     """Per model, per layer, per head, however they are held."""
@@ -61,6 +63,11 @@ def test_positions_come_in_any_of_three_shapes(prefix: Prefix, positions: Any, p
         ({"retained": [0, 20]}, ArtifactError),
         ({"retained": [[0, 1], [0, 20]]}, ArtifactError),
         ({"retained": [[[[0]]]]}, ArtifactError),
+        ({"retained": 3}, ArtifactError),
+        ({"retained": "0123"}, ArtifactError),
+        ({"retained": [0.0, 1.5]}, ArtifactError),
+        ({"retained": [0, 1], "new_positions": [0.0, 1.0]}, ArtifactError),
+        ({"query": "what"}, ArtifactError),
         ({"retained": [3, 2]}, ContractError),
         ({"retained": [-1, 2]}, ContractError),
         ({"retained": [[0, 1], [0]]}, ContractError),
@@ -82,6 +89,25 @@ def test_a_manifest_that_makes_no_sense_is_refused_here(prefix: Prefix, change: 
     """Before anything is sent."""
     with pytest.raises(error):
         prefix.source.manifest(**({"algorithm": "keep", "version": "1"} | change))
+
+
+@pytest.mark.parametrize(
+    ("positions", "named"),
+    [
+        ([0.0, 1.5], "float"),
+        ([[0, 1], [0, 1.5]], "float"),
+        (np.array([0.0, 1.0], np.float32), "numpy.ndarray of float32"),
+        (torch.tensor([0.0, 1.0]), "torch.Tensor of float32"),
+        ([np.float32(1)], "numpy.float32"),
+        (np.array([True, False]), "numpy.ndarray of bool"),
+        ([True, False], "bool"),
+    ],
+    ids=str,
+)
+def test_positions_that_are_no_integers_are_named_by_type(prefix: Prefix, positions: Any, named: str) -> None:
+    """Nothing is rounded, and a mask is not taken for positions 0 and 1."""
+    with pytest.raises(ArtifactError, match=f"^retained: integers are wanted, not {named}$"):
+        prefix.source.manifest(algorithm="keep", version="1", retained=positions)
 
 
 def test_adapters_are_named_by_digest_or_the_digits_it_begins_with(engine: SdkEngine, sdk: Gateway) -> None:
@@ -122,8 +148,25 @@ def test_nothing_secret_is_printed(engine: SdkEngine, sdk: Gateway, prefix: Pref
 
 
 def test_without_a_gateway_each_call_ends_at_its_deadline(tmp_path: Path) -> None:
-    """No answer is an error of its own."""
-    with Gateway(str(tmp_path / "none.sock"), deadline_s=0.1) as sdk, pytest.raises(GatewayUnavailable, match="no gateway"):
+    """No answer is an error of its own; it names the endpoint, and what starts a gateway or names another. The wait for one is bounded
+    by itself."""
+    path = str(tmp_path / "none.sock")
+    for deadline_s, connect_s in ((0.1, 5.0), (30.0, 0.1)):
+        with (
+            Gateway(path, deadline_s=deadline_s, connect_s=connect_s) as sdk,
+            pytest.raises(GatewayUnavailable, match="no gateway answers") as caught,
+        ):
+            sdk.fetch(TOKENS)
+        assert all(word in str(caught.value) for word in (path, "`kvgate serve`", "$KVGATE_ENDPOINT"))
+        assert "without it" not in str(caught.value)
+
+
+def test_a_gateway_that_turns_the_client_away_is_quoted(gateway: GatewayThread) -> None:
+    """A credential that nobody knows: the reason is the gateway's, not that none answers."""
+    with (
+        Gateway(gateway.socket, credential=b"nobody's", connect_s=1) as sdk,
+        pytest.raises(GatewayUnavailable, match=r"refused the connection: .*credential"),
+    ):
         sdk.fetch(TOKENS)
 
 

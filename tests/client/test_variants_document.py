@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvgate.client.sdk import Gateway, GatewayRefused, NotStored
+from kvgate.client.sdk import ArtifactError, Gateway, NotStored
 from kvgate.contract.capability import CAPABILITY_BYTES
 from kvgate.contract.manifest import TransformManifest
 from kvgate.transforms.artifact import make_artifact
@@ -91,7 +91,7 @@ def test_an_artifact_made_from_arrays_is_published_and_restored(engine: SdkEngin
         keys, _ = gateway.restore(capability)
         wanted = torch.from_numpy(made.keys).to(torch.bfloat16).float().numpy()
         assert np.array_equal(keys, wanted)
-        with pytest.raises(GatewayRefused):
+        with pytest.raises(ArtifactError, match="scope request"):
             gateway.find(made.manifest, prefix.source, made.token_ids)
 
 

@@ -55,6 +55,15 @@ def test_a_payload_beyond_the_limit_is_refused() -> None:
         parse_frame(b"\x00" * (MAX_FRAME_BYTES + 1))
 
 
+def test_a_message_that_is_not_known_says_which_build_is_too_old() -> None:
+    """Two builds of one wire version: the refusal says whose is the older, and what to do."""
+    with pytest.raises(ContractError, match=r"^type: ") as caught:
+        parse_frame(encode({"id": 1, "type": "Tomorrow", "body": {}})).message()
+    remedy = caught.value.remedy
+    assert "different builds" in remedy
+    assert "upgrade kvgate there and restart it" in remedy
+
+
 def test_a_message_beyond_the_limit_is_not_sent() -> None:
     """The sender learns it, not the peer."""
 

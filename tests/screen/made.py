@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvgate.client.artifacts import Artifact, Prefix
@@ -98,6 +100,60 @@ class ByRatio(EverySecond):
 def prefix_only(prefix: Prefix) -> Artifact:
     """A function for the SDK that has no use for a window."""
     return first_chunk(prefix, None)
+
+
+class Kept(EverySecond):
+    """Keeps a share that has a default."""
+
+    def __init__(self, ratio: Fraction = Fraction(3, 4)) -> None:
+        self.kept = ratio
+
+    def parameters(self) -> tuple[tuple[str, str], ...]:
+        """The share it was made with."""
+        return (("kept", str(self.kept)),)
+
+
+def share_of_sdk(prefix: Prefix, *, ratio: Fraction = Fraction(3, 4)) -> Artifact:
+    """A function for the SDK with a share that has a default."""
+    manifest = prefix.source.manifest(algorithm="kept", version="1", parameters={"kept": str(ratio)}, retained=range(32))
+    return Artifact(prefix.keys[:, :, :32], prefix.values[:, :, :32], prefix.token_ids[:32], manifest, prefix.source)
+
+
+class Raises(EverySecond):
+    """Breaks inside torch."""
+
+    def choose(self, source: PrefixKv, retained_tokens: int, window: Window | None) -> torch.Tensor:
+        """Adds what can't be added."""
+        return torch.zeros(2) + torch.zeros(3)  # here
+
+
+def raises(prefix: Prefix) -> Artifact:
+    """A function for the SDK that breaks."""
+    raise KeyError("missing\nthing")  # here
+
+
+def unmeasurable(source: PrefixKv, rotary: Rotary, window: Window | None) -> Result:
+    """A result whose KV is none."""
+    return Result(kv=[[1]], token_ids=(1,), positions=None)  # type: ignore[list-item]
+
+
+class BreaksWhenMade:
+    """Its constructor raises."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no settings")  # here
+
+
+def infinite(prefix: Prefix) -> Artifact:
+    """A function for the SDK whose numbers overflow."""
+    made = first_chunk(prefix, None)
+    return dataclasses.replace(made, values=np.full_like(made.values, np.inf))
+
+
+def doubles(prefix: Prefix) -> Artifact:
+    """A function for the SDK with numbers of a type that publishing refuses."""
+    made = first_chunk(prefix, None)
+    return dataclasses.replace(made, values=made.values.astype(np.float64))
 
 
 A_NUMBER = 7

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvgate.screen.captures import Capture, load, of_prefix, save
+from kvgate.screen.captures import FETCHED, MADE_UP, Capture, load, of_prefix, save
 from kvgate.screen.results import ScreenError
 from kvgate.screen.sdk_prefix import prefix_of
 
@@ -22,6 +22,7 @@ def test_a_capture_comes_back_as_it_was(capture: Capture, tmp_path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o600
     back = load(path)
     assert torch.equal(back.source.kv, capture.source.kv)
+    assert (back.origin, capture.origin) == (MADE_UP, MADE_UP)
     assert (back.name, back.source.token_ids, back.source.chunk_tokens) == ("small", capture.source.token_ids, 32)
     assert torch.equal(back.rotary.frequencies, capture.rotary.frequencies)
     for one, other in ((back.window, capture.window), (back.other, capture.other)):
@@ -35,6 +36,7 @@ def test_what_the_sdk_fetched_is_a_capture(capture: Capture) -> None:
     """A prefix of the SDK has everything that a screening needs, in the cache's own type."""
     prefix = prefix_of(capture.source, capture.rotary)
     made = of_prefix("fetched", prefix, window=capture.window, other=capture.other)
+    assert made.origin == FETCHED
     assert torch.equal(made.source.kv, capture.source.kv)
     assert (made.source.token_ids, made.source.chunk_tokens) == (capture.source.token_ids, 32)
     assert torch.allclose(made.rotary.frequencies, capture.rotary.frequencies, rtol=0, atol=1e-12)

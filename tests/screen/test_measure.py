@@ -62,6 +62,10 @@ def ragged(source: PrefixKv, rotary: Rotary, window: Window | None) -> Result:
         (lambda s, r, w: half(s, r, token_ids=s.token_ids), "logical ids"),
         (lambda s, r, w: half(s, r, token_ids=None), "names no logical token ids"),
         (lambda s, r, w: half(s, r, kv=None), "gives no KV"),
+        (
+            lambda s, r, w: half(s, r, kv=torch.full_like(half_kv(s, r), torch.nan)),
+            "a NaN or an infinity, which publishing refuses",
+        ),
         (lambda s, r, w: half(s, r, selection=True), "pages of the ordinary objects"),
         (lambda s, r, w: dataclasses.replace(full(s, r, w), codec="k16v8"), "other bytes come back"),
     ],
@@ -72,12 +76,12 @@ def test_what_cannot_be_restored_is_told_why(capture: Capture, run: Run, word: s
 
 
 def test_what_can_be_restored_went_through_pages(capture: Capture) -> None:
-    """A rectangle of whole chunks comes back in every byte, NaN among them."""
+    """A rectangle of whole chunks comes back in every byte, a negative zero and a subnormal among them."""
 
     def run(source: PrefixKv, rotary: Rotary, window: Window | None) -> Result:
         made = half(source, rotary)
         assert isinstance(made.kv, torch.Tensor)
-        made.kv[0, 1, 0, 0] = float("nan")
+        made.kv[0, 1, 0, 0, 0], made.kv[0, 1, 0, 0, 1] = -0.0, 1e-39
         return made
 
     found = take(Subject("made-up", run), capture, BLOCK)[0]

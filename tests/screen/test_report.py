@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from kvgate.screen import report
-from kvgate.screen.captures import Capture
+from kvgate.screen.captures import MADE_UP, Capture
 from kvgate.screen.quality import Drift
 from kvgate.screen.screening import Screening, screen
 from kvgate.screen.subjects import references
@@ -86,7 +86,7 @@ def test_plots_stand_zero_drift_and_no_positions(screenings: list[Screening]) ->
 
 
 def test_the_command_writes_all_three(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text to the terminal, JSON and the page to files."""
+    """Text to the terminal, JSON and the page to files; each says where the KV came from."""
     from kvgate.cli import main
 
     words = ["screen", "full", "random", "--chunk-tokens", "32"]
@@ -96,13 +96,20 @@ def test_the_command_writes_all_three(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "transform" in shown
     assert '"class": "safe for prefix reuse"' in (tmp_path / "x.json").read_text()
     assert "</html>" in (tmp_path / "x.html").read_text()
+    assert f'"kv": "{MADE_UP}"' in (tmp_path / "x.json").read_text()
+    assert f"KV: {MADE_UP}" in (tmp_path / "x.html").read_text()
+    assert shown.count(f"  KV  {MADE_UP}\n") == 2
 
 
 @pytest.mark.parametrize(
     ("words", "word"),
     [
         (["absent"], "no reference transform"),
-        (["full", "--keep", "2"], "--keep"),
+        (["full", "--text", "/nowhere/x.txt"], "--text needs --model"),
+        (["full", "--text", "/nowhere/x.txt", "--capture", "/nowhere/x.kv"], "--text needs --model"),
+        (["full", "--model", "nowhere"], "nowhere: no such folder"),
+        (["full", "--model", __file__, "--text", __file__], "no such folder"),
+        (["tests.screen.made:raises"], "raised an error"),
         (["full", "--capture", "/nowhere/x.kv"], "/nowhere/x.kv"),
         (["full", "--report", "/nowhere/x.html", "--chunk-tokens", "32"], "/nowhere/x.html"),
     ],
@@ -115,6 +122,28 @@ def test_the_command_says_what_is_wrong(words: list[str], word: str, capsys: pyt
     error = capsys.readouterr().err
     assert error.startswith("kvgate screen: ")
     assert word in error
+    assert error.count("\n") == 1
+
+
+def test_the_traceback_is_for_those_who_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --debug it is printed before the line."""
+    from kvgate.cli import main
+
+    assert main(["screen", "tests.screen.made:raises", "--debug"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert "kvgate screen: tests.screen.made:raises raised an error" in error
+
+
+@pytest.mark.parametrize("share", ["2", "0", "-1/2", "1/0", "half"])
+def test_a_share_that_is_none_is_refused(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As wrong use, by name."""
+    from kvgate.cli import main
+
+    with pytest.raises(SystemExit) as caught:
+        main(["screen", "full", f"--keep={share}"])
+    assert caught.value.code == 2
+    assert "--keep: must be above 0 and at most 1" in capsys.readouterr().err
 
 
 def test_without_torch_the_command_names_what_to_install(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -151,6 +154,17 @@ def test_rotary_is_the_same_from_configuration_and_contract() -> None:
         assert torch.equal(Rotary.of_rope(described).frequencies, wanted.frequencies)
 
 
+def test_positions_to_turn_by_come_in_any_form_and_torch_warns_of_none() -> None:
+    """Lists of numpy integers, arrays and tensors turn keys alike, without a word of how slow or unwise that was."""
+    rotary, keys = Rotary.of_config(CONFIG), torch.randn(3, DIM)
+    wanted = rotary.turn(keys, [0, 2, 5], [0, 1, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forms: list[Callable[[Any], Any]] = [np.array, torch.tensor, lambda places: list(np.array(places))]
+        for form in forms:
+            assert torch.equal(rotary.turn(keys, form([0, 2, 5]), form([0, 1, 2])), wanted)
+
+
 def rope(kind: str, parameters: dict[str, str]) -> Rope:
     """A model contract's record of RoPE."""
     return Rope(
@@ -213,6 +227,9 @@ def test_refusals_name_what_is_wrong() -> None:
         (lambda: Rotary.of_rope(rope("none", {})), "without rotary"),
         (lambda: Rotary.of_rope(rope("default", {"layers": "a", "layers.1": "b"})), "several kinds"),
         (lambda: Rotary.of_rope(rope("dynamic", {"config.factor": "2.0"})), "dynamic"),
+        (lambda: rotary.turn(np.zeros((2, DIM), np.float32), [0, 1], [1, 2]), "not numpy.ndarray: torch.from_numpy"),  # type: ignore[arg-type]
+        (lambda: rotary.turn(torch.zeros(2, DIM), [0.5, 1], [1, 2]), "not float"),  # type: ignore[list-item]
+        (lambda: rotary.turn(torch.zeros(2, DIM), [0], [1, 2]), "2 keys have 1 old positions and 2 new"),
     ]
     for refused, match in cases:
         with pytest.raises(TransformError, match=match):
@@ -232,7 +249,10 @@ class _Bad(Recency):
 @pytest.mark.parametrize(
     ("answer", "match"),
     [
-        (torch.arange(32, dtype=torch.int32)[None, None], "int64"),
+        (torch.arange(32, dtype=torch.int32)[None, None], "int64 .*got torch.int32"),
+        (torch.arange(32.0)[None, None], "got torch.float32"),
+        (np.arange(32)[None, None], "got numpy.ndarray"),
+        (list(range(32)), "got list"),
         (torch.arange(31)[None, None], "shapes"),
         (torch.arange(32)[None, None].expand(LAYERS + 1, 1, -1), "shapes"),
         (torch.arange(40, 72)[None, None], "outside"),
@@ -241,7 +261,7 @@ class _Bad(Recency):
         (torch.tensor([0, *range(31)])[None, None], "ascend"),
     ],
 )
-def test_a_wrong_choice_is_refused(answer: torch.Tensor, match: str) -> None:
+def test_a_wrong_choice_is_refused(answer: Any, match: str) -> None:
     """A transform that names positions twice, out of order, out of range or too few must not come through."""
     bad = _Bad(HALF)
     object.__setattr__(bad, "answer", answer)

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 REFERENCES: Final = ("full", "recency", "anchors-recency", "random", "snapkv", "query-aware", "k16v8", "k8v8")
 _EPILOG: Final = f"""\
 TRANSFORM is a reference transform ({", ".join(REFERENCES)}), `all` of them, or your own as module:name.
-Without --model and --capture the KV is made up: every question but drift is answered, in seconds.
+Without --model and --capture the KV is made up: every question but drift is answered, in seconds. Each screening says where its KV
+came from.
 
 examples:
   kvgate screen all
@@ -42,13 +44,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("transform", metavar="TRANSFORM", nargs="+", help="what to screen, see below")
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a model that transformers can load: gives KV, queries and drift"
+        "--model", type=Path, metavar="DIR", help="folder of a model that transformers can load: gives KV, queries and drift"
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", action="append", default=[], help="held-out text for --model")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", action="append", default=[], help="held-out text, only with --model"
+    )
     parser.add_argument("--capture", type=Path, metavar="FILE", action="append", default=[], help="captured KV; repeatable")
     parser.add_argument("--save-captures", type=Path, metavar="DIR", help="keep what --model captured, for later screenings")
     parser.add_argument(
-        "--keep", type=Fraction, default=Fraction(1, 2), metavar="RATIO", help="kept share, reference transforms"
+        "--keep",
+        type=_share,
+        metavar="RATIO",
+        help="kept share: of reference transforms that drop tokens (default 1/2), and the argument ratio of your own (default: its own"
+        " default, else 1/2)",
     )
     parser.add_argument("--captures", type=_count, default=3, metavar="N", help="prefixes to capture with --model (default 3)")
     parser.add_argument("--prefix-tokens", type=_count, default=1536, metavar="N", help="the longest prefix (default 1536)")
@@ -58,6 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--block-tokens", type=_count, default=16, metavar="N", help="the engine's block (default 16)")
     parser.add_argument("--json", metavar="FILE", help="write the screenings as JSON; - for the terminal, instead of text")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with plots")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a transform that raises")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         screenings = _screen(args)
         _write(args, screenings)
     except ScreenError as error:
+        if args.debug and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         print(f"kvgate screen: {error}", file=sys.stderr)
         return 1
     return 0
@@ -82,9 +93,12 @@ def _screen(args: argparse.Namespace) -> list[Screening]:
     from kvgate.screen import screening
     from kvgate.screen.quality import Judge
 
-    if not 0 < args.keep <= 1:
-        raise ScreenError("--keep must be above 0 and at most 1")
+    if args.text and args.model is None:
+        raise ScreenError("--text needs --model: without one the text would not be looked at")
     subjects = _subjects(args)
+    for subject in subjects:
+        if subject.note:
+            print(f"kvgate screen: {subject.note}", file=sys.stderr)
     model = Judge(args.model) if args.model is not None else None
     captures = _captures(args, model)
     ordinary = {one.name: model.ordinary(one) for one in captures if one.scored} if model is not None else None
@@ -166,6 +180,16 @@ def _write(args: argparse.Namespace, screenings: Sequence[Screening]) -> None:
             args.report.write_text(report.page(screenings))
     except OSError as error:
         raise ScreenError(f"{error.filename}: {error.strerror}") from error
+
+
+def _share(text: str) -> Fraction:
+    try:
+        share = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1, such as 1/4 or 0.25")
+    return share
 
 
 def _count(text: str) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvgate.client.errors import ArtifactError
 from kvgate.contract import capability as contract_capability
 from kvgate.contract.manifest import LEGACY, TransformManifest, position_map, query_digest, retained
 from kvgate.contract.model import Parameter, Rope
+from kvgate.integers import integers, type_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +25,8 @@ Positions = Any
 
 CAPABILITY_FIELD = "kvgate_variant"
 """Name of the capability in ``kv_transfer_params``."""
+
+_TOKEN_IDS: Final = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,10 +78,14 @@ class Source:
         settings = dict(parameters)
         if len(settings) != len(parameters):
             raise ArtifactError("a parameter is named twice")
-        old = _rows(retained) if retained is not None else [[[]]]
+        old = _rows("retained", retained) if retained is not None else [[[]]]
         if any(row and row[-1] >= len(self.token_ids) for layer in old for row in layer):
             raise ArtifactError(f"a kept position is beyond the source's {len(self.token_ids)} tokens")
-        new = [[list(range(len(row))) for row in layer] for layer in old] if new_positions is None else _rows(new_positions)
+        new = (
+            [[list(range(len(row))) for row in layer] for layer in old]
+            if new_positions is None
+            else _rows("new_positions", new_positions)
+        )
         if len(new) == len(new[0]) == 1:
             new = [[new[0][0] for _ in layer] for layer in old]
         token_key = self.key_of(scope)
@@ -92,7 +99,7 @@ class Source:
             source_tokens=len(self.token_ids),
             retained=_retained(old),
             position_map=position_map(old, new),
-            query=None if query is None else query_digest(token_key, _ids(query)),
+            query=None if query is None else query_digest(token_key, as_token_ids("query", query)),
             payload_format=self.payload_format,
             model=self.model,
             scope=scope,
@@ -134,9 +141,9 @@ class Prefix:
 class Artifact:
     """A transformed cache to publish.
 
-    ``keys``, ``values``: ``[layers, KV heads, tokens, dim]``, numpy arrays or torch tensors of any float type; they are rounded to the
-    cache's own type. ``token_ids``: the logical ids, one a token, a whole number of chunks; a prompt that begins with them is decoded
-    from this cache. ``manifest``: from ``source.manifest(…)``.
+    ``keys``, ``values``: ``[layers, KV heads, tokens, dim]``, numpy arrays or torch tensors of floats of at most 32 bits. They are
+    rounded to the cache's own type, and must be finite in it. ``token_ids``: the logical ids, one a token, a whole number of chunks; a
+    prompt that begins with them is decoded from this cache. ``manifest``: from ``source.manifest(…)``.
     """
 
     keys: Any = field(repr=False)
@@ -200,35 +207,49 @@ class VariantCapability:
 
 
 def as_floats(what: str, array: Any) -> Floats:
-    """A numpy array or a torch tensor as float32; raises ``ArtifactError`` for anything else."""
+    """A numpy array or a torch tensor of floats of at most 32 bits as float32; raises ``ArtifactError`` for anything else."""
     import numpy as np
 
+    refused = (
+        f"{what} of {getattr(array, 'dtype', type_name(array))}: float16 and float32 are taken, and bfloat16 as a torch tensor"
+    )
     if type(array).__module__.partition(".")[0] == "torch":
+        if not array.dtype.is_floating_point or array.dtype.itemsize > 4:
+            raise ArtifactError(refused)
         array = array.detach().cpu().float().numpy()
     array = np.asarray(array)
     if array.dtype.kind != "f" or array.dtype.itemsize > 4:
-        raise ArtifactError(f"{what} of {array.dtype}: float16 and float32 are taken, and bfloat16 as a torch tensor")
+        raise ArtifactError(refused)
     return np.ascontiguousarray(array, dtype=np.float32)
 
 
-def _ids(tokens: Sequence[int]) -> list[int]:
-    return [int(token) for token in tokens]
+def as_token_ids(what: str, tokens: Sequence[int]) -> tuple[int, ...]:
+    """Token ids as plain integers; raises ``ArtifactError`` for anything that can't be one. The message holds none of them."""
+    try:
+        ids = tuple(integers(tokens))
+    except TypeError as error:
+        raise ArtifactError(f"{what}: give token ids, as the model's tokenizer makes them: {error}") from error
+    if ids and not 0 <= min(ids) <= max(ids) < _TOKEN_IDS:
+        raise ArtifactError(f"{what}: an id is negative or beyond {_TOKEN_IDS - 1}")
+    return ids
 
 
-def _rows(positions: Positions) -> list[list[list[int]]]:
+def _rows(what: str, positions: Positions) -> list[list[list[int]]]:
     """Positions as ``[layers][heads][tokens]``."""
-    rows = positions.tolist() if hasattr(positions, "tolist") else list(positions)
-    depth, inner = 1, rows[0] if rows else 0
-    while isinstance(inner, list | tuple):
-        depth, inner = depth + 1, inner[0] if inner else 0
-    match depth:
-        case 1:
-            return [[_ids(rows)]]
-        case 2:
-            return [[_ids(row)] for row in rows]
-        case 3:
-            return [[_ids(row) for row in layer] for layer in rows]
-    raise ArtifactError("positions are [tokens], [layers, tokens] or [layers, heads, tokens]")
+    depth, inner = 0, positions
+    while hasattr(inner, "__len__") and not isinstance(inner, str | bytes) and getattr(inner, "ndim", 1) != 0:
+        depth, inner = depth + 1, next(iter(inner), 0)
+    try:
+        match depth:
+            case 1:
+                return [[integers(positions)]]
+            case 2:
+                return [[integers(row)] for row in positions]
+            case 3:
+                return [[integers(row) for row in layer] for layer in positions]
+    except TypeError as error:
+        raise ArtifactError(f"{what}: {error}") from error
+    raise ArtifactError(f"{what}: positions are [tokens], [layers, tokens] or [layers, heads, tokens]")
 
 
 def _retained(rows: list[list[list[int]]]) -> Any:

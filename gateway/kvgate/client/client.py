@@ -105,6 +105,11 @@ class GatewayClient:
         """Counts connections: leases and loads of an earlier one are gone. 0 before the first."""
         return self._connections
 
+    @property
+    def trouble(self) -> str:
+        """Why it is not connected, as it was logged; "" where it is, or nothing was tried yet."""
+        return self._said
+
     def wait_connected(self, timeout_s: float) -> bool:
         """Block until connected, at most ``timeout_s``."""
         return self._ready.wait(timeout_s)
@@ -206,7 +211,8 @@ class GatewayClient:
                 await self._loop.create_unix_connection(lambda: wire, self._endpoint)
             welcome = cast(Welcome, await wire.call(self._hello, CONNECT_S))
         except (OSError, TimeoutError, GatewayUnavailable) as error:
-            self._say(f"no gateway answers ({type(error).__name__}); running without it")
+            outcome = "" if self._hello.role == "client" else "; running without it"  # a client has nothing to do without it
+            self._say(f"no gateway answers ({type(error).__name__}){outcome}")
             wire.close()
             return None
         except GatewayRefused as error:

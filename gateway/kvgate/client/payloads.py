@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _PLAIN: Final = ("bfloat16", "float16", "float32")
 _INT8_LIMIT: Final = 127.0
 _SMALLEST_SCALE: Final = 2.0**-126
+_FIRST_INFINITE: Final = {"bfloat16": float.fromhex("0x1.ffp127"), "float16": 65520.0}
+"""The least float32 that rounding to nearest even makes infinite; every finite one stays so in float32."""
 
 
 def require_supported(representation: Representation) -> None:
@@ -31,6 +33,18 @@ def require_supported(representation: Representation) -> None:
         raise ArtifactError(f"the SDK can't read a cache of {representation.k_format.dtype}")
     if representation.codec == "raw" and representation.v_format != representation.k_format:
         raise ArtifactError("the SDK can't read a raw cache with keys and values of two types")
+
+
+def require_finite(what: str, array: Floats, dtype: str) -> None:
+    """Raise ``ArtifactError`` where a number is not finite, or would not be in a cache of ``dtype``. ``array``: float32 [layers, …]."""
+    import numpy as np
+
+    for number, layer in enumerate(array):
+        largest = np.maximum(layer.max(initial=0.0), -layer.min(initial=0.0))  # NaN if one is among them
+        if not np.isfinite(largest):
+            raise ArtifactError(f"{what}, layer {number}: holds a NaN or an infinity")
+        if largest >= _FIRST_INFINITE.get(dtype, np.inf):
+            raise ArtifactError(f"{what}, layer {number}: a number is beyond the range of the cache's {dtype}")
 
 
 def decode(representation: Representation, rectangle: Rectangle, payload: bytes) -> tuple[Floats, Floats]:

@@ -17,11 +17,12 @@ from kvgate.client.artifacts import (
     Source,
     VariantCapability,
     as_floats,
+    as_token_ids,
 )
 from kvgate.client.client import GatewayClient
 from kvgate.client.errors import ArtifactError, GatewayRefused, GatewayUnavailable, NotStored
 from kvgate.client.moves import Deadline, Mover
-from kvgate.client.payloads import require_supported
+from kvgate.client.payloads import require_finite, require_supported
 from kvgate.client.pools import PoolMappings
 from kvgate.config import default_endpoint
 from kvgate.contract.address import token_digest, token_digests
@@ -43,6 +44,7 @@ from kvgate.protocol.variant_messages import (
 )
 
 DEADLINE_S: Final = 30.0
+CONNECT_S: Final = 5.0
 TTL_S: Final = 3600
 
 Legacy = tuple[Any, Any, Sequence[int]]
@@ -68,7 +70,8 @@ class Gateway:
 
     ``credential`` names the isolation domain, None the default one. ``model``: hexadecimal digits that the wanted engine's model digest
     begins with (`kvgate status` shows it); None where only one model is registered. An engine of that model must be connected to the
-    gateway at the time of each call: its registration is what KV is fetched and published under. ``deadline_s`` bounds each call.
+    gateway at the time of each call: its registration is what KV is fetched and published under. ``deadline_s`` bounds each call,
+    ``connect_s`` the part of it that waits for a gateway.
 
     Every method raises ``GatewayRefused`` (the gateway says no, and why), ``GatewayUnavailable`` (no answer, or not in time), and
     ``ArtifactError`` for arguments that make no sense. Thread-safe. Close it, or use it as a context manager.
@@ -81,13 +84,16 @@ class Gateway:
         credential: bytes | None = None,
         model: str | None = None,
         deadline_s: float = DEADLINE_S,
+        connect_s: float = CONNECT_S,
     ) -> None:
         if importlib.util.find_spec("numpy") is None:
             raise ModuleNotFoundError("the SDK needs numpy beside kvgate: pip install numpy", name="numpy")
         self._model = model
         self._deadline_s = deadline_s
+        self._connect_s = connect_s
+        self._endpoint = endpoint or default_endpoint()
         self._pools = PoolMappings()
-        self._client = GatewayClient(endpoint or default_endpoint(), "client", credential)
+        self._client = GatewayClient(self._endpoint, "client", credential)
         self._client.start()
 
     def opened(self) -> ModelOpened:
@@ -111,9 +117,10 @@ class Gateway:
         deadline = Deadline(self._deadline_s)
         opened = self._open(deadline)
         step = opened.representation.chunk_tokens
-        whole = tuple(tokens)[: len(tokens) // step * step]
+        ids = as_token_ids("tokens", tokens)
+        whole = ids[: len(ids) // step * step]
         if not whole:
-            raise ArtifactError(f"{len(tokens)} tokens are less than one chunk of {step}")
+            raise ArtifactError(f"{len(ids)} tokens are less than one chunk of {step}")
         source = self._source(opened, whole, adapter, salt, deadline)
         digests = token_digests(opened.token_key, whole, step)
         bind = Bind(
@@ -153,17 +160,19 @@ class Gateway:
         deadline = Deadline(self._deadline_s)
         opened = self._open(deadline)
         if isinstance(artifact, tuple):
-            keys, values, token_ids = artifact
+            keys, values, given = artifact
+            token_ids = as_token_ids("token_ids", given)
             source = self._source(opened, token_ids, adapter, salt, deadline)
-            artifact = Artifact(keys, values, tuple(token_ids), source.legacy_manifest(), source)
+            artifact = Artifact(keys, values, token_ids, source.legacy_manifest(), source)
         elif adapter is not None or salt is not None:
             raise ArtifactError("adapter and salt of an artifact are those of its source")
-        floats = self._checked(opened, artifact)
-        variant = self._open_variant(opened, artifact.manifest, artifact.source, artifact.token_ids, deadline)
+        token_ids = as_token_ids("token_ids", artifact.token_ids)
+        floats = self._checked(opened, artifact, len(token_ids))
+        variant = self._open_variant(opened, artifact.manifest, artifact.source, token_ids, deadline)
         mover = self._mover(opened)
         try:
             mover.write(variant.lease, *floats, deadline)
-            return self._seal(variant, artifact.token_ids, ttl_s, deadline)
+            return self._seal(variant, token_ids, ttl_s, deadline)
         finally:
             mover.release(variant.lease, self._deadline_s)
 
@@ -172,13 +181,20 @@ class Gateway:
     ) -> VariantCapability:
         """The capability of an artifact that somebody has published under exactly this manifest, source and logical ids.
 
-        Raises ``GatewayRefused`` (field ``tokens``) where there is none. Artifacts of scope ``request`` can't be found.
+        Raises ``GatewayRefused`` (field ``tokens``) where there is none, and ``ArtifactError`` for scope ``request``: such an artifact
+        can't be found.
         """
+        if manifest.scope == "request":
+            raise ArtifactError("an artifact of scope request can't be found: keep the capability that publish gave")
+        return self._find(manifest, source, as_token_ids("token_ids", token_ids), ttl_s)
+
+    def _find(self, manifest: TransformManifest, source: Source, ids: tuple[int, ...], ttl_s: int) -> VariantCapability:
+        """``find`` without its own refusal: what the gateway says."""
         deadline = Deadline(self._deadline_s)
         opened = self._open(deadline)
-        variant = self._open_variant(opened, manifest, source, token_ids, deadline)
+        variant = self._open_variant(opened, manifest, source, ids, deadline)
         try:
-            return self._seal(variant, token_ids, ttl_s, deadline)
+            return self._seal(variant, ids, ttl_s, deadline)
         finally:
             self._mover(opened).release(variant.lease, self._deadline_s)
 
@@ -196,7 +212,7 @@ class Gateway:
         """
         deadline = Deadline(self._deadline_s)
         opened = self._open(deadline)
-        ids = capability.token_ids if token_ids is None else tuple(token_ids)
+        ids = capability.token_ids if token_ids is None else as_token_ids("token_ids", token_ids)
         key = opened.shared_token_key if capability.scope == "global" else opened.token_key
         bind = BindVariant(
             handle=opened.handle,
@@ -223,8 +239,11 @@ class Gateway:
         return cast(R, self._client.call(message, deadline.left_s))
 
     def _open(self, deadline: Deadline) -> ModelOpened:
-        if not self._client.wait_connected(deadline.left_s):
-            raise GatewayUnavailable("no gateway answers at this endpoint")
+        if not self._client.wait_connected(min(self._connect_s, deadline.left_s)):
+            raise GatewayUnavailable(
+                f"not connected to {self._endpoint}: {self._client.trouble or 'no gateway answers'}. Start one with `kvgate serve`, "
+                "or name the endpoint that it printed: $KVGATE_ENDPOINT, or Gateway(endpoint)"
+            )
         opened = self._call(OpenModel(handle=None, model=self._model), ModelOpened, deadline)
         require_supported(opened.representation)
         return opened
@@ -232,7 +251,7 @@ class Gateway:
     def _source(
         self, opened: ModelOpened, tokens: Sequence[int], adapter: bytes | str | None, salt: str | None, deadline: Deadline
     ) -> Source:
-        ids = tuple(int(token) for token in tokens)
+        ids = as_token_ids("tokens", tokens)
         if not ids:
             raise ArtifactError("a source has at least one token")
         found = _adapter(opened, adapter)
@@ -280,7 +299,7 @@ class Gateway:
         opened: ModelOpened,
         manifest: TransformManifest,
         source: Source,
-        token_ids: Sequence[int],
+        token_ids: tuple[int, ...],
         deadline: Deadline,
     ) -> VariantOpened:
         step = opened.representation.chunk_tokens
@@ -295,14 +314,14 @@ class Gateway:
             manifest=manifest,
             source=chunks,
             tail=tail,
-            tokens=b"".join(token_digests(key, [int(token) for token in token_ids], step)),
+            tokens=b"".join(token_digests(key, token_ids, step)),
         )
         return self._call(message, VariantOpened, deadline)
 
-    def _seal(self, variant: VariantOpened, token_ids: Sequence[int], ttl_s: int, deadline: Deadline) -> VariantCapability:
+    def _seal(self, variant: VariantOpened, token_ids: tuple[int, ...], ttl_s: int, deadline: Deadline) -> VariantCapability:
         message = SealVariant(lease=variant.lease, ttl_s=ttl_s, deadline_ms=deadline.left_ms)
         sealed = self._call(message, VariantSealed, deadline)
-        return VariantCapability(sealed.capability, tuple(int(token) for token in token_ids))
+        return VariantCapability(sealed.capability, token_ids)
 
     def _read(self, opened: ModelOpened, lease: bytes, chunks: int, deadline: Deadline) -> tuple[Any, Any]:
         mover = self._mover(opened)
@@ -318,13 +337,14 @@ class Gateway:
     def _mover(self, opened: ModelOpened) -> Mover:
         return Mover(self._client, self._pools, opened.representation, opened.plan)
 
-    def _checked(self, opened: ModelOpened, artifact: Artifact) -> tuple[Any, Any]:
+    def _checked(self, opened: ModelOpened, artifact: Artifact, tokens: int) -> tuple[Any, Any]:
         keys, values = as_floats("keys", artifact.keys), as_floats("values", artifact.values)
-        group, tokens = opened.representation.groups[0], len(artifact.token_ids)
+        group = opened.representation.groups[0]
         for name, array, dim in (("keys", keys, group.head_dim_k), ("values", values, group.head_dim_v)):
             wanted = (group.layers, group.kv_heads, tokens, dim)
             if array.shape != wanted:
                 raise ArtifactError(f"{name} have shape {array.shape}, this model and these token ids need {wanted}")
+            require_finite(name, array, opened.representation.k_format.dtype)
         return keys, values
 
 

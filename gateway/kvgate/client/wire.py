@@ -130,7 +130,7 @@ class Wire(asyncio.Protocol):
         try:
             message = frame.message()
         except ContractError as error:
-            pending.reply.set_exception(GatewayUnavailable(f"the gateway's reply breaks the protocol: {error.field}"))
+            pending.reply.set_exception(GatewayUnavailable(f"the gateway's reply breaks the protocol: {error}"))
             raise
         if isinstance(message, Failure):
             pending.reply.set_exception(GatewayRefused(message))

@@ -34,7 +34,12 @@ class Frame:
         """The typed message; raises ``ContractError`` naming the field."""
         kind = BY_NAME.get(self.type)
         if kind is None:
-            raise ContractError("type", "is not a message of this wire version")
+            raise ContractError(
+                "type",
+                "is not a message known here",
+                "gateway and client are different builds of kvgate, and the side that says this is the older one (the gateway, where"
+                " it refuses a request): upgrade kvgate there and restart it",
+            )
         return kind.from_value(self.body)
 
 

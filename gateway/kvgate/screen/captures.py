@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES: Final = 64 << 30
 _FORMAT: Final = "kvgate-capture-1"
+FETCHED: Final = "fetched from a gateway"
+COMPUTED: Final = "computed from text by a model in transformers"
+MADE_UP: Final = "made up: random numbers, no model and no text"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +29,7 @@ class Capture:
 
     ``rotary``: how its keys turn. ``scored``: the tokens behind the source, those of the window first, for drift; empty: none.
     Without ``window`` only transforms that look at no query can be screened; without ``other`` it stays open whether a result depends
-    on the query.
+    on the query. ``origin``: where the KV came from, for every report; the file keeps it.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Capture:
     window: Window | None = None
     other: Window | None = None
     scored: tuple[int, ...] = field(default=(), repr=False)
+    origin: str = "not told"
 
 
 def of_prefix(
@@ -49,7 +53,7 @@ def of_prefix(
     from kvgate.transforms.rotary import Rotary
 
     source = PrefixKv(prefix.torch(), prefix.token_ids, prefix.chunk_tokens)
-    return Capture(name, source, Rotary.of_rope(prefix.rope), window, other, tuple(scored))
+    return Capture(name, source, Rotary.of_rope(prefix.rope), window, other, tuple(scored), FETCHED)
 
 
 def save(path: Path, capture: Capture) -> None:
@@ -68,6 +72,7 @@ def save(path: Path, capture: Capture) -> None:
         "window": _window_value(capture.window),
         "other": _window_value(capture.other),
         "scored": list(capture.scored),
+        "origin": capture.origin,
     }
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -98,6 +103,7 @@ def load(path: Path) -> Capture:
             _window_of(value["window"]),
             _window_of(value["other"]),
             tuple(value["scored"]),
+            str(value.get("origin", "not told")),
         )
     except (KeyError, TypeError, AttributeError, TransformError) as error:
         raise ScreenError(f"{path}: is a broken capture: {error}") from error
@@ -146,4 +152,4 @@ def random_capture(
         for start in (10, 50)
     ]
     rotary = Rotary.of_config({"rope_theta": 10000.0, "head_dim": dim})
-    return Capture(name, PrefixKv(kv, ids, chunk), rotary, windows[0], windows[1])
+    return Capture(name, PrefixKv(kv, ids, chunk), rotary, windows[0], windows[1], origin=MADE_UP)

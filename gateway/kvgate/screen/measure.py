@@ -152,6 +152,8 @@ def reload_problem(result: Result, source: PrefixKv) -> str:
     count = kv.shape[3]
     if count == 0 or count % source.chunk_tokens:
         return f"{count} tokens are no whole chunks of {source.chunk_tokens}"
+    if not torch.isfinite(kv).all() and not is_ordinary(result, source):
+        return "holds a NaN or an infinity, which publishing refuses"
     stored = source.kv[:, :, :, :count] if result.codec != "raw" else kv
     restored = through_pages(stored, source.chunk_tokens, result.codec)
     return "" if torch.equal(bits(restored), bits(kv)) else "other bytes come back from its payload"

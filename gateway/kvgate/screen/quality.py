@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvgate.screen.captures import Capture
+from kvgate.screen.captures import COMPUTED, Capture
 from kvgate.screen.results import Result, ScreenError
 from kvgate.transforms.base import PrefixKv, Window
 from kvgate.transforms.rotary import Rotary
@@ -38,13 +38,15 @@ class Judge:
     """One model, and the texts it is asked about. Raises ``ScreenError`` where the model cannot be run or looked into."""
 
     def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():  # transformers would take the name for one on a hub
+            raise ScreenError(f"{folder}: no such folder; a model's folder on this machine is wanted")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
-            self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
             self._model.train(False).requires_grad_(False)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)  # type: ignore[no-untyped-call,unused-ignore]
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)  # type: ignore[no-untyped-call,unused-ignore]
         except (OSError, ValueError) as error:
             raise ScreenError(f"{folder}: no model that transformers can load: {str(error).splitlines()[0]}") from error
         self.config: dict[str, Any] = self._model.config.to_dict()
@@ -75,7 +77,8 @@ class Judge:
             places = tuple(range(prefix_tokens, prefix_tokens + count))
             windows.append(Window(torch.stack(seen).to(torch.bfloat16), places, (*tokens[:prefix_tokens], *following)))
         source = PrefixKv(kv, tuple(tokens[:prefix_tokens]), chunk_tokens)
-        return Capture(name, source, Rotary.of_config(self.config), windows[0], windows[1], tuple(tokens[prefix_tokens:]))
+        rotary, scored = Rotary.of_config(self.config), tuple(tokens[prefix_tokens:])
+        return Capture(name, source, rotary, windows[0], windows[1], scored, COMPUTED)
 
     def scores(self, capture: Capture, kv: torch.Tensor, *, start: int) -> torch.Tensor:
         """Log probabilities ``[scored, vocabulary]`` behind a cache of ``kv`` when the tokens that follow stand at ``start`` and on.

@@ -27,7 +27,7 @@ svg{max-width:100%}svg text{font:11px system-ui,sans-serif;fill:#59636e}h2{margi
 
 def text(screening: Screening) -> str:
     """For a terminal."""
-    lines = [f"{screening.name}: {screening.judgement.name}"]
+    lines = [f"{screening.name}: {screening.judgement.name}", f"  KV  {screening.origin}"]
     lines += [f"  {reason.rule}  {reason.text}" for reason in screening.judgement.reasons]
     lines += textwrap.wrap(screening.judgement.advice, 110, initial_indent="  ->  ", subsequent_indent="      ")
     width = max(len(answer.question) for answer in screening.answers)
@@ -84,7 +84,8 @@ def _section(one: Screening) -> str:
     rows = "".join(f"<tr><td>{_e(a.question)}<td>{marks[a.good]}<td>{_e(a.answer)}" for a in one.answers)
     plots = "".join(plot for plot in (_kept(one), _curve(one), _ratios(one)) if plot)
     return (
-        f"<h2 id='{_e(one.name)}'>{_e(one.name)} {_badge(one)}</h2><p>Manifest: <code>{_e(manifest)}</code></p>"
+        f"<h2 id='{_e(one.name)}'>{_e(one.name)} {_badge(one)}</h2><p>KV: {_e(one.origin)}</p>"
+        f"<p>Manifest: <code>{_e(manifest)}</code></p>"
         f"<ul>{reasons}</ul><p>{_e(one.judgement.advice)}</p><table>{rows}</table><div class=plots>{plots}</div>"
     )
 

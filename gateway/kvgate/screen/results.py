@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -12,6 +15,9 @@ if TYPE_CHECKING:
     from kvgate.transforms.base import PrefixKv, Window
     from kvgate.transforms.rotary import Rotary
 
+_HERE: Final = str(Path(__file__).resolve().parent.parent)
+_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+_PYTHON: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 PLACES: Final = ("compact", "kept")
 GATEWAY_CODECS: Final = ("raw", "k16v8")
 """Codecs that this gateway stores and that are part of the representation, and so of every address."""
@@ -19,6 +25,27 @@ GATEWAY_CODECS: Final = ("raw", "k16v8")
 
 class ScreenError(Exception):
     """The screening cannot be run; the message says what is wrong and what is accepted."""
+
+
+def broken(name: str, what: str, error: Exception) -> ScreenError:
+    """A transform's own error in one line: what it did, and where; the traceback is the error's."""
+    files = [
+        (_owner(frame.filename), f" at {frame.filename}:{frame.lineno}") for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    own = [place for owner, place in files if owner == "own"]
+    installed = [place for owner, place in files if owner == "installed"]
+    where = "".join(own[-1:] or installed[:1])
+    text = ": ".join(part for part in (type(error).__name__, " ".join(str(error).split())) if part)
+    return ScreenError(f"{name} {what}{where}: {text} (--debug shows the traceback)")
+
+
+def _owner(file: str) -> str:
+    """Whose code a file is: the user's own, an installed package's, or neither."""
+    if file.startswith((_HERE, "<")):
+        return "ours"
+    if file.startswith(_INSTALLED):
+        return "installed"
+    return "python" if file.startswith(_PYTHON) else "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +105,8 @@ Run = Callable[["PrefixKv", "Rotary", "Window | None"], Result]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A transform to be screened."""
+    """A transform to be screened. ``note``: what its user should know beforehand, "" for nothing."""
 
     name: str
     run: Run = field(repr=False)
+    note: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from kvgate import __version__
@@ -12,8 +12,9 @@ from kvgate.screen.captures import Capture
 from kvgate.screen.classes import KL_LIMIT, TOP1_LIMIT, Judgement, judge
 from kvgate.screen.measure import ANCHOR_TOKENS, Measured, take
 from kvgate.screen.quality import Drift, Judge
-from kvgate.screen.results import Named, ScreenError, Subject
-from kvgate.transforms.base import TransformError
+from kvgate.screen.results import Named, Result, ScreenError, Subject, broken
+from kvgate.transforms.base import PrefixKv, TransformError, Window
+from kvgate.transforms.rotary import Rotary
 
 SCHEMA: Final = "kvgate-screening-1"
 
@@ -39,6 +40,12 @@ class Screening:
     drifts: tuple[Drift | None, ...]
     chunk_tokens: int
     block_tokens: int
+    origins: tuple[str, ...]
+
+    @property
+    def origin(self) -> str:
+        """Where the KV came from."""
+        return "; ".join(dict.fromkeys(self.origins))
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object. It holds no token and no KV."""
@@ -46,6 +53,7 @@ class Screening:
             "schema": SCHEMA,
             "build": f"kvgate {__version__}",
             "transform": self.name,
+            "kv": self.origin,
             "manifest": self.named.to_json() if self.named is not None else None,
             "class": self.judgement.name,
             "reasons": [asdict(reason) for reason in self.judgement.reasons],
@@ -55,8 +63,8 @@ class Screening:
             "chunk_tokens": self.chunk_tokens,
             "block_tokens": self.block_tokens,
             "captures": [
-                asdict(one) | {"drift": asdict(drift) if drift is not None else None}
-                for one, drift in zip(self.measured, self.drifts, strict=True)
+                asdict(one) | {"kv": origin, "drift": asdict(drift) if drift is not None else None}
+                for one, origin, drift in zip(self.measured, self.origins, self.drifts, strict=True)
             ],
         }
 
@@ -79,12 +87,17 @@ def screen(
     measured: list[Measured] = []
     drifts: list[Drift | None] = []
     result = None
+    guarded = _guarded(subject)
     for capture in captures:
         step(f"{subject.name}: {capture.name}")
         try:
-            one, result = take(subject, capture, block_tokens)
+            one, result = take(guarded, capture, block_tokens)
         except TransformError as error:
             raise ScreenError(f"{subject.name} refuses {capture.name}: {error}") from error
+        except ScreenError:
+            raise
+        except Exception as error:
+            raise broken(subject.name, "gave a result that can't be measured", error) from error
         measured.append(one)
         drift = None
         if model is not None and capture.scored:
@@ -95,7 +108,31 @@ def screen(
     judgement = judge(result, measured, drifts)
     answers = _answers(measured, drifts, result.named, block_tokens)
     chunk_tokens = captures[0].source.chunk_tokens
-    return Screening(subject.name, result.named, judgement, answers, tuple(measured), tuple(drifts), chunk_tokens, block_tokens)
+    return Screening(
+        name=subject.name,
+        named=result.named,
+        judgement=judgement,
+        answers=answers,
+        measured=tuple(measured),
+        drifts=tuple(drifts),
+        chunk_tokens=chunk_tokens,
+        block_tokens=block_tokens,
+        origins=tuple(capture.origin for capture in captures),
+    )
+
+
+def _guarded(subject: Subject) -> Subject:
+    """The subject, whose run says in one line what it raised."""
+
+    def run(source: PrefixKv, rotary: Rotary, window: Window | None) -> Result:
+        try:
+            return subject.run(source, rotary, window)
+        except (TransformError, ScreenError):
+            raise
+        except Exception as error:  # a user's code: whatever it raises
+            raise broken(subject.name, "raised an error", error) from error
+
+    return replace(subject, run=run)
 
 
 def _answers(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from kvgate.client.artifacts import Artifact, Prefix, Source, as_floats
+from kvgate.client.errors import ArtifactError
 from kvgate.contract.manifest import LEGACY
 from kvgate.contract.model import Rope
 from kvgate.screen.results import Named, Result, ScreenError
@@ -51,16 +52,21 @@ def of_artifact(name: str, made: Any, source: PrefixKv) -> Result:
             manifest.query,
         )
         known = None if manifest.algorithm == LEGACY else said
-        return Result(kv=_joined(made.keys, made.values, source), token_ids=tuple(made.token_ids), positions=None, named=known)
+        return Result(
+            kv=_joined(name, made.keys, made.values, source), token_ids=tuple(made.token_ids), positions=None, named=known
+        )
     if isinstance(made, tuple) and len(made) == 3:
-        return Result(kv=_joined(made[0], made[1], source), token_ids=tuple(made[2]), positions=None)
+        return Result(kv=_joined(name, made[0], made[1], source), token_ids=tuple(made[2]), positions=None)
     raise ScreenError(f"{name}: gave {type(made).__name__}; an Artifact or (keys, values, token ids) is expected")
 
 
-def _joined(keys: Any, values: Any, source: PrefixKv) -> torch.Tensor:
+def _joined(name: str, keys: Any, values: Any, source: PrefixKv) -> torch.Tensor:
     import torch
 
-    both = [one if isinstance(one, torch.Tensor) else torch.from_numpy(one) for one in (keys, values)]
+    try:
+        both = [torch.from_numpy(as_floats(what, one)) for what, one in (("keys", keys), ("values", values))]
+    except ArtifactError as error:  # as publishing it would say
+        raise ScreenError(f"{name}: {error}") from error
     return torch.stack(both, dim=1).to(source.kv.dtype)
 
 

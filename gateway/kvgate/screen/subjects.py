@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import inspect
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blake3 import blake3
 
-from kvgate.screen.results import Named, Result, ScreenError, Subject
+from kvgate.screen.results import Named, Result, ScreenError, Subject, broken
 from kvgate.transforms.base import Compacted, PrefixKv, Transform, TransformError, Window, compact
 from kvgate.transforms.recency import Recency
 from kvgate.transforms.snapkv import SnapKV
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 ANCHORS: Final = 4
 PAGE_TOKENS: Final = 16
+KEEP: Final = Fraction(1, 2)
 
 
 def named(transform: Transform, source: PrefixKv, window: Window | None) -> Named:
@@ -139,8 +142,9 @@ def query_aware(source: PrefixKv, window: Window | None, ratio: Fraction) -> Res
     )
 
 
-def references(ratio: Fraction) -> dict[str, Subject]:
-    """The reference transforms by name, those that drop tokens at ``ratio``."""
+def references(keep: Fraction | None = None) -> dict[str, Subject]:
+    """The reference transforms by name; those that drop tokens keep ``keep`` of them, ``KEEP`` if it is None."""
+    ratio = keep or KEEP
     made = [
         Subject("full", full),
         of_transform("recency", Recency(ratio, anchors=0)),
@@ -154,11 +158,13 @@ def references(ratio: Fraction) -> dict[str, Subject]:
     return {subject.name: subject for subject in made}
 
 
-def own(text: str, ratio: Fraction) -> Subject:
+def own(text: str, keep: Fraction | None = None) -> Subject:
     """A user's transform, ``module:name``: an object with the interface of ``kvgate.transforms``; a class, or a function without
-    arguments, that gives one (an argument ``ratio`` is given); a function of the SDK's kind, ``(prefix)`` or ``(prefix, window)`` to
+    arguments, that gives one; a function of the SDK's kind, ``(prefix)`` or ``(prefix, window)`` to
     ``Artifact | (keys, values, token_ids)``; or a function ``(source, rotary, window)`` to ``Result | Compacted | (kv, token_ids)``.
-    Raises ``ScreenError``.
+
+    An argument ``ratio`` of a class or function is given ``keep``; where that is None its default stays, and without a default it is
+    ``KEEP``. Raises ``ScreenError``.
     """
     module_name, _, attribute = text.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -169,16 +175,38 @@ def own(text: str, ratio: Fraction) -> Subject:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ScreenError(f"{text}: {error}") from error
-    return of_object(text, found, ratio)
+    except Exception as error:  # whatever a module does when it is imported
+        raise broken(text, "can't be imported", error) from error
+    return of_object(text, found, keep)
 
 
-def of_object(name: str, found: Any, ratio: Fraction) -> Subject:
+def of_object(name: str, found: Any, keep: Fraction | None = None) -> Subject:
     """What ``own`` found, as a subject."""
-    if isinstance(found, type) or (callable(found) and not _needs(found)):
+    made = isinstance(found, type) or (callable(found) and not hasattr(found, "choose") and _needs(found) in ([], ["ratio"]))
+    found, used = _with_ratio(found, keep)
+    if made:
+        if _needs(found):
+            raise ScreenError(f"{name}: cannot be made without arguments: {', '.join(_needs(found))}")
         try:
-            found = found(ratio=ratio) if _needs(found) == ["ratio"] else found()
-        except TypeError as error:
-            raise ScreenError(f"{name}: cannot be made without arguments: {error}") from error
+            found = found()
+        except Exception as error:
+            raise broken(name, "can't be made", error) from error
+    subject = _of_made(name, found)
+    note = "" if used or keep is None else f"{name}: --keep is not used: it takes no argument ratio"
+    return dataclasses.replace(subject, note=note)
+
+
+def _with_ratio(found: Any, keep: Fraction | None) -> tuple[Any, bool]:
+    """A class or function with its argument ``ratio`` bound, where it has one that is to be given; and whether ``keep`` is used."""
+    if not callable(found) or (hasattr(found, "choose") and not isinstance(found, type)):
+        return found, False
+    ratio = _arguments(found).get("ratio")
+    if ratio is None or (keep is None and ratio.default is not ratio.empty):
+        return found, False
+    return functools.partial(found, ratio=keep or KEEP), True
+
+
+def _of_made(name: str, found: Any) -> Subject:
     if hasattr(found, "choose"):
         return of_transform(name, found)
     if callable(found):
@@ -217,8 +245,16 @@ def of_sdk_function(name: str, function: Callable[..., Any]) -> Subject:
 
 def _needs(function: Callable[..., Any]) -> list[str]:
     """Names of the arguments that have to be given. Raises ``ScreenError`` where that can't be told."""
+    kinds = inspect.Parameter
+    return [
+        one.name
+        for one in _arguments(function).values()
+        if one.default is one.empty and one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    ]
+
+
+def _arguments(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        given = inspect.signature(function).parameters.values()
+        return inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
         raise ScreenError(f"{function}: its arguments can't be told: {error}") from error
-    return [one.name for one in given if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]

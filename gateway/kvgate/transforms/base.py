@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kvgate.integers import type_name
+
 if TYPE_CHECKING:
     import torch
 
@@ -179,9 +181,13 @@ def check_positions(positions: torch.Tensor, source: PrefixKv, count: int) -> No
     """Refuse a choice of the wrong shape, out of range, or not strictly ascending."""
     import torch
 
+    if not isinstance(positions, torch.Tensor):
+        raise TransformError(f"positions must be a torch tensor of int64, got {type_name(positions)}")
     shapes = [(1, 1, count), (source.layers, 1, count), (source.layers, source.kv_heads, count)]
     if positions.dtype is not torch.int64 or tuple(positions.shape) not in shapes:
-        raise TransformError(f"positions must be int64 of one of the shapes {shapes}, got {list(positions.shape)}")
+        raise TransformError(
+            f"positions must be int64 of one of the shapes {shapes}, got {positions.dtype} {list(positions.shape)}"
+        )
     if int(positions.min()) < 0 or int(positions.max()) >= source.tokens:
         raise TransformError(f"a position is outside 0..{source.tokens - 1}")
     if bool((positions.diff(dim=-1) <= 0).any()):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvgate.integers import integers, type_name
 from kvgate.transforms.base import TransformError
 
 if TYPE_CHECKING:
@@ -48,10 +49,21 @@ class Rotary:
         return cls(frequencies, rope.style == "interleaved")
 
     def turn(self, keys: torch.Tensor, old: Sequence[int], new: Sequence[int]) -> torch.Tensor:
-        """Keys ``[token, dim]`` of positions ``old`` as they are at positions ``new``."""
+        """Keys ``[…, token, dim]`` of positions ``old`` as they are at positions ``new``, one a token, in any form.
+        Raises ``TransformError`` for what is no integer, and for keys that are no tensor."""
+        import torch
+
         from kvgate_kernels.rope import Rotation, rotate
 
-        return rotate(keys, Rotation.between(old, new, self.frequencies, interleaved=self.interleaved))
+        if not isinstance(keys, torch.Tensor):
+            raise TransformError(f"keys are turned as a torch tensor, not {type_name(keys)}: torch.from_numpy(keys) makes one")
+        try:
+            before, after = integers(old), integers(new)
+        except TypeError as error:
+            raise TransformError(f"positions: {error}") from error
+        if not len(before) == len(after) == keys.shape[-2]:
+            raise TransformError(f"{keys.shape[-2]} keys have {len(before)} old positions and {len(after)} new ones")
+        return rotate(keys, Rotation.between(before, after, self.frequencies, interleaved=self.interleaved))
 
 
 def json_value(text: str) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from kvgate.client import GatewayClient
 from kvgate.client.artifacts import Artifact, Prefix, VariantCapability
 from kvgate.client.errors import GatewayRefused, NotStored
+from kvgate.client.sdk import TTL_S
 from kvgate.client.sdk import Gateway as Sdk
 from kvgate.contract.address import token_digests
 from kvgate.contract.manifest import TransformManifest
@@ -72,7 +73,8 @@ def holds(sdk: Sdk, capability: VariantCapability, wanted: Artifact, **how: Any)
 
 def found(sdk: Sdk, made: TransformManifest, prefix: Prefix, token_ids: Sequence[int] | None = None) -> str:
     """What a lookup of an exact manifest comes to: "hit", or the field that the refusal names."""
-    return outcome(lambda: sdk.find(made, prefix.source, token_ids or ids(source=prefix.token_ids)))
+    # The SDK refuses to look for scope request by itself; what the gateway says to it is asked here.
+    return outcome(lambda: sdk._find(made, prefix.source, tuple(token_ids or ids(source=prefix.token_ids)), TTL_S))
 
 
 def outcome(call: Callable[[], Any]) -> str:

@@ -79,7 +79,7 @@ def test_a_legacy_result_is_its_holders_alone(sdk: Sdk, prefix: Prefix) -> None:
     assert capability.scope == "request"
     assert holds(sdk, capability, made)
     legacy = sdk.source(made.token_ids).legacy_manifest()
-    assert outcome(lambda: sdk.find(legacy, sdk.source(made.token_ids), made.token_ids)) == "tokens"
+    assert outcome(lambda: sdk._find(legacy, sdk.source(made.token_ids), made.token_ids, 60)) == "tokens"
 
 
 def test_scope_prefix_is_for_listed_transforms(sdk: Sdk, prefix: Prefix) -> None:
