@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -18,6 +19,7 @@ from kvgate.protocol.messages import (
     Bound,
     Commit,
     Done,
+    Failure,
     FinishLoad,
     Load,
     LoadPlan,
@@ -86,6 +88,18 @@ def test_refusal_carries_the_failure(client: GatewayClient, socket: Path) -> Non
             client.call(RELEASE, 5)
         assert refused.value.code == "denied"
         assert client.connected
+
+
+def test_an_older_gateways_refusal_says_which_side_to_restart(client: GatewayClient, socket: Path) -> None:
+    """It answers without a remedy: the client knows it. Other refusals are passed on as they are."""
+    old = Failure(code="malformed", field="type", problem="is not a message of this wire version", remedy="-")
+    answers = iter([old, dataclasses.replace(old, problem="Hello was sent already")])
+    with ScriptedGateway(socket, lambda _message: next(answers)):
+        assert client.wait_connected(5)
+        with pytest.raises(GatewayRefused, match=r"different builds .*upgrade kvgate there and restart it"):
+            client.call(RELEASE, 5)
+        with pytest.raises(GatewayRefused, match=r"already; -$"):
+            client.call(RELEASE, 5)
 
 
 def test_silence_ends_at_the_deadline(client: GatewayClient, socket: Path) -> None:

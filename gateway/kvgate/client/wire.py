@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvgate.client.errors import GatewayRefused, GatewayUnavailable
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import Record
 from kvgate.protocol.catalog import REPLIES, SINCE
-from kvgate.protocol.framing import HEADER, frame_bytes, frame_length, parse_frame
+from kvgate.protocol.framing import DIFFERENT_BUILDS, HEADER, UNKNOWN, frame_bytes, frame_length, parse_frame
 from kvgate.protocol.messages import Bound, Commit, Failure, FinishLoad, LoadPlan, Release, Reserved
 from kvgate.protocol.page_messages import CommitPages, PagesPacked
 from kvgate.protocol.variant_messages import VariantBound, VariantOpened
@@ -133,11 +133,18 @@ class Wire(asyncio.Protocol):
             pending.reply.set_exception(GatewayUnavailable(f"the gateway's reply breaks the protocol: {error}"))
             raise
         if isinstance(message, Failure):
-            pending.reply.set_exception(GatewayRefused(message))
+            pending.reply.set_exception(GatewayRefused(_explained(message)))
         elif isinstance(message, pending.reply_type):
             pending.reply.set_result(message)
         else:
             pending.reply.set_exception(GatewayUnavailable("the gateway's reply has the wrong type"))
+
+
+def _explained(failure: Failure) -> Failure:
+    """An older gateway says only that it does not know a message, and not what mends that."""
+    if (failure.field, failure.problem, failure.remedy) == ("type", UNKNOWN, "-"):
+        return replace(failure, remedy=DIFFERENT_BUILDS)
+    return failure
 
 
 def undoing(reply: Record) -> Record | None:

@@ -15,6 +15,11 @@ from kvgate.protocol.catalog import BY_NAME
 
 HEADER: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 4 << 20
+UNKNOWN: Final = "is not a message of this wire version"
+DIFFERENT_BUILDS: Final = (
+    "gateway and client are different builds of kvgate, and the side that says this is the older one (the gateway, where it refuses a"
+    " request): upgrade kvgate there and restart it"
+)
 _KEYS: Final = {"id", "type", "body"}
 # A frame's map in pieces, keys in their one order.
 _ID: Final = head(MAP, 3) + text_bytes("id")
@@ -34,12 +39,7 @@ class Frame:
         """The typed message; raises ``ContractError`` naming the field."""
         kind = BY_NAME.get(self.type)
         if kind is None:
-            raise ContractError(
-                "type",
-                "is not a message known here",
-                "gateway and client are different builds of kvgate, and the side that says this is the older one (the gateway, where"
-                " it refuses a request): upgrade kvgate there and restart it",
-            )
+            raise ContractError("type", UNKNOWN, DIFFERENT_BUILDS)
         return kind.from_value(self.body)
 
 
