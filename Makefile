@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-builtin-rules
-# One step after the other, also under -j: set-up and tests each want the whole machine.
+# One step after the other, also under -j: what may run side by side does so inside one recipe.
 .NOTPARALLEL:
 
 # Each is documented in `make help`.
@@ -53,7 +53,8 @@ env-gateway: $(GATEWAY_STAMP) ## Set up the daemon's environment only
 
 env-vllm: $(VLLM_STAMP) ## Set up the vLLM environment only
 
-envs: $(GATEWAY_STAMP) $(VLLM_STAMP) ## Set up both
+envs: ## Set up both, at the same time
+	@tools/setup-env.sh gateway & gateway=$$!; tools/setup-env.sh vllm || { wait $$gateway; exit 1; }; wait $$gateway
 
 gateway: $(GATEWAY_STAMP) ## Run the gateway in the foreground (Ctrl-C stops it)
 	@exec .venv/gateway/bin/kvgate serve $(GATEWAY_ARGS)

@@ -155,10 +155,10 @@ def make_venv(environment: str, log: TextIO) -> Path:
     return python
 
 
-def torch_command(pip: Sequence[str | Path]) -> list[str | Path]:
+def torch_command(pip: Sequence[str | Path], *options: str) -> list[str | Path]:
     """The command that installs torch, from KVGATE_TORCH_INDEX if that is set."""
     index = ["--index-url", TORCH_INDEX] if TORCH_INDEX else []
-    return [*pip, "install", *index, "-r", REQUIREMENTS / "torch.txt"]
+    return [*pip, "install", *options, *index, "-r", REQUIREMENTS / "torch.txt"]
 
 
 def directives(environment: str, name: str) -> list[str]:
@@ -183,17 +183,19 @@ def build(environment: str) -> None:
         say(environment, f"1/5 virtual environment with {sys.executable}")
         python = make_venv(environment, log)
         pip: list[str | Path] = [python, "-m", "pip"]
+        # Python compiles what is imported by itself; compiling all of torch and vLLM now takes a minute an environment.
+        install = [*pip, "install", "--no-compile"]
         pinned = REQUIREMENTS / f"{environment}.txt"
         count = sum("==" in line for line in pinned.read_text().splitlines() if not line.startswith("#"))
         say(environment, f"2/5 {count} pinned packages (a few minutes on a first run)")
-        run_logged([*pip, "install", "--no-deps", "-r", pinned], log)
+        run_logged([*install, "--no-deps", "-r", pinned], log)
         say(environment, f"3/5 torch{' from KVGATE_TORCH_INDEX' if TORCH_INDEX else ''}")
-        run_logged(torch_command(pip), log)
+        run_logged(torch_command(pip, "--no-compile"), log)
         for name in directives(environment, "drop"):
             if is_installed(python, name):
                 run_logged([*pip, "uninstall", "-y", name], log)
         say(environment, "4/5 kvgate, editable")
-        run_logged([*pip, "install", "--no-deps", "--no-build-isolation", "--force-reinstall", "-e", ROOT], log)
+        run_logged([*install, "--no-deps", "--no-build-isolation", "--force-reinstall", "-e", ROOT], log)
         say(environment, "5/5 checking that it imports")
         run_logged([python, "-c", SMOKE_IMPORTS[environment]], log, clean_environment() | SMOKE_VARIABLES)
     stamp.write_text(wanted + "\n")
