@@ -59,7 +59,10 @@ assert not [name for name in {HEAVY!r} if name in sys.modules]
     [
         ("gateway/kvgate/contract", {"kvgate.contract"}),
         ("gateway/kvgate/protocol", {"kvgate.contract", "kvgate.protocol", "kvgate.transfer.records"}),
-        ("gateway/kvgate/client", {"kvgate.config", "kvgate.contract", "kvgate.protocol", "kvgate.storage", "kvgate.client"}),
+        (
+            "gateway/kvgate/client",
+            {"kvgate.client", "kvgate.config", "kvgate.contract", "kvgate.integers", "kvgate.protocol", "kvgate.storage"},
+        ),
         ("gateway/kvgate/storage", {"kvgate.config", "kvgate.contract", "kvgate.protocol", "kvgate.storage"}),
         ("gateway/kvgate", {"kvgate"}),
         ("gateway/kvgate/transfer", {"kvgate.contract", "kvgate.storage", "kvgate.transfer"}),
