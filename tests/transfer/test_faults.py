@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -25,6 +26,7 @@ from kvgate.transfer import (
     TransferUnavailable,
     WorkerProcess,
 )
+from kvgate.transfer.child import Child
 from kvgate.transfer.device import Limits
 from kvgate.transfer.supervisor import TransferProcesses, end_left_behind
 from tests.transfer.conftest import Served
@@ -39,6 +41,7 @@ from tests.transfer.harness import (
     long_store,
     make_mover,
     moves,
+    pid_of,
     runs,
     shared_maps,
     until,
@@ -245,6 +248,32 @@ async def test_idle_process_ends_and_a_new_one_starts(pool: Pool) -> None:
     await mover.stop()
     with pytest.raises(TransferUnavailable):
         await mover.attach(pages.export, RAW, ME, SOON_S)
+
+
+async def test_a_process_that_dies_slowly_is_replaced_once(mortal: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attach starts the next process while the last is dying. It stays the only one, and keeps the pages that it was lent."""
+    launch, bury, dead = Child.launch, Child.bury, asyncio.Event()
+    launched: list[str] = []
+
+    async def counted(device: str, *settings: Any) -> Child:
+        launched.append(device)
+        return await launch(device, *settings)
+
+    async def slowly(child: Child) -> bool:
+        await dead.wait()
+        return await bury(child)
+
+    monkeypatch.setattr(Child, "launch", counted)
+    monkeypatch.setattr(Child, "bury", slowly)
+    restarts = int(mortal.mover.status()["cpu"]["restarts"])
+    os.kill(mortal.handle.pid, signal.SIGKILL)
+    await asyncio.to_thread(until, lambda: not pid_of(mortal.mover))
+    mortal.handle = await mortal.mover.attach(mortal.pages.export, RAW, ME, SOON_S)
+    dead.set()
+    await asyncio.to_thread(until, lambda: mortal.mover.status()["cpu"]["restarts"] != restarts)
+    await asyncio.sleep(0.2)  # longer than the pause before a start
+    assert launched == ["cpu"]
+    await mortal.mover.pack(mortal.handle, 7, moves(1), SOON_S)
 
 
 async def test_gpu_that_is_not_there(served: Served) -> None:

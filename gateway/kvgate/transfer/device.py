@@ -300,7 +300,8 @@ class Device:
                 self._pause_s = 0.0
             self._pause()
             self.restarts += 1
-            self._begin_start()
+            if self._child is None:  # else an attach has started the next one already, while this one was dying
+                self._begin_start()
 
     def _map_pool(self, child: Child) -> None:
         """Tell the process its pool. Moves in it wait for ``_mapped``."""
