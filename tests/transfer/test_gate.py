@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvgate.transfer.gate import PLACES, Gate, GateError, MoverGate
+from kvgate.transfer.process import engine
+from kvgate.transfer.process.devices import CpuDevice
+from kvgate.transfer.wire import MoveBody
+from tests.transfer.harness import ME, RAW, Pages, Pool, moves
 
 MOVER = """
 import os, sys
@@ -135,7 +140,7 @@ def test_places_are_bounded_and_come_back(gate: Gate) -> None:
     assert gate.open_place() == places[3]
 
 
-@pytest.mark.parametrize("what", ["none", "wrong size", "pipe", "not sealed", "on disk"])
+@pytest.mark.parametrize("what", ["none", "wrong size", "pipe", "not sealed", "on disk", "not to be written"])
 def test_what_is_no_gate_is_refused(what: str, tmp_path: Path) -> None:
     """A descriptor that is not there, a file of another size, no file at all; and a file that its owner could make shorter later, which
     would end the process that moves, for all its workers."""
@@ -146,11 +151,14 @@ def test_what_is_no_gate_is_refused(what: str, tmp_path: Path) -> None:
     on_disk = os.open(tmp_path / "gate", os.O_RDWR | os.O_CREAT)
     for one in (open_ended, on_disk):
         os.ftruncate(one, PLACES)
+    read_only = os.memfd_create("read-only", os.MFD_ALLOW_SEALING)
+    os.ftruncate(read_only, PLACES)
+    fcntl.fcntl(read_only, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
     named = {"none": 1_000_000, "wrong size": other, "pipe": reading, "not sealed": open_ended, "on disk": on_disk}
-    descriptor = named[what]
+    descriptor = {**named, "not to be written": read_only}[what]
     with pytest.raises(GateError):
         MoverGate.open(os.getpid(), descriptor)
-    for one in (reading, writing, other, open_ended, on_disk):
+    for one in (reading, writing, other, open_ended, on_disk, read_only):
         os.close(one)
 
 
@@ -170,3 +178,25 @@ def test_a_gate_leaves_nothing_behind() -> None:
     made.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_copy_that_fails_unforeseen_keeps_the_gate_until_its_process_is_gone(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had queued may still be written: the process ends inside of the gate, which tells the worker to wait for that."""
+    pages, pool, place, seen = Pages(), Pool(9), gate.open_place(), []
+
+    def fail(_moves: object, *, digest: bool) -> list[bytes]:
+        raise RuntimeError(f"not foreseen, {digest}")
+
+    monkeypatch.setattr(engine, "crash", lambda error: seen.append((str(error), gate.cut_off(place))))
+    served = engine.Engine(CpuDevice(), engine.Options(1, 0, 0.0))
+    served.use_pool(pool.info)
+    number = served.attach(pages.export.encode(), RAW.encode(), ME, gate.descriptor)[0]
+    assert isinstance(number, int)
+    monkeypatch.setattr(served._handles[number].packers[True], "unpack", fail)
+    with pytest.raises(RuntimeError, match="not foreseen"):
+        served.unpack(MoveBody.of(number, 9, moves(1), None, True, False, place), 0.0, lambda: False)
+    assert seen == [("not foreseen, True", True)]
+    served.close()
+    pool.close()

@@ -112,7 +112,11 @@ class MoverGate:
             # Touching a mapping whose file was made shorter ends the process, and with it the moves of all other workers.
             os.close(own)
             raise GateError("the gate can be made shorter: its file must be sealed")
-        return cls(own)
+        try:
+            return cls(own)
+        except OSError as error:  # sealed against writing too, or no memory: its worker's trouble and nobody else's
+            os.close(own)
+            raise GateError(f"the gate can't be mapped: {os.strerror(error.errno or 0)}") from error
 
     @contextmanager
     def moving(self, place: int) -> Iterator[bool]:

@@ -17,6 +17,7 @@ from kvgate.storage.backend import PoolInfo
 from kvgate.storage.pool import PoolError
 from kvgate.transfer.gate import GateError, MoverGate
 from kvgate.transfer.process.devices import DeviceKind, EngineLate, EventRefused
+from kvgate.transfer.process.lanes import crash
 from kvgate.transfer.process.memory import NoSuchPool, Pools
 from kvgate.transfer.process.pages import MAX_BLOCKS, ImportedPages, ImportRefused, import_pages
 from kvgate.transfer.records import BLOCK_ID_BYTES, PageExport, PayloadShape, WorkerProcess
@@ -204,7 +205,14 @@ class Engine:
                 packer = attached.packers[unpack]
                 hurry = unhurried(wanted) if body.paced else nullcontext()
                 with self._device.ordered(body.ready, until), attached.allowed(body.gate, unpack), hurry:
-                    return run(packer, moves)
+                    try:
+                        return run(packer, moves)
+                    except (MoveError, torch.OutOfMemoryError):
+                        raise  # nothing is under way
+                    except BaseException as error:
+                        # In here, with the gate locked: what was queued may be written until this process is gone.
+                        crash(error)
+                        raise
         except (PoolError, MoveError, NoSuchPool, EventRefused) as error:
             raise Refused(str(error)) from None
         except EngineLate as error:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import structlog
+
+_CRASHED = 70
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +85,9 @@ class Lane:
                 job.run()
         except BaseException as error:  # noqa: BLE001
             self._on_crash(error)
+
+
+def crash(error: BaseException) -> None:
+    """A job failed in a way that was not foreseen: what it has touched is not known, so nothing is served any more."""
+    _log.critical("transfer.crashed", exc_info=error)
+    os._exit(_CRASHED)

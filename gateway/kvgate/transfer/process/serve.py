@@ -9,19 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import structlog
-
 from kvgate.storage.backend import PoolInfo
 from kvgate.transfer.process.engine import Engine, Late, NoRoom, Refused
-from kvgate.transfer.process.lanes import Job, Lane
+from kvgate.transfer.process.lanes import Job, Lane, crash
 from kvgate.transfer.records import WorkerProcess
 from kvgate.transfer.wire import Code, FrameReader, MoveBody, Op, frame
 
 _READ_BYTES = 1 << 18
 _MAX_WAITING = 1024
-_CRASHED = 70
-
-_log = structlog.get_logger(__name__)
 
 
 class Server:
@@ -102,9 +97,3 @@ class Server:
         self._engine.close()
         self.answer(request_id, Code.OK, None)
         self._stopped.set()
-
-
-def crash(error: BaseException) -> None:
-    """A job failed in a way that was not foreseen: what it has touched is not known, so nothing is served any more."""
-    _log.critical("transfer.crashed", exc_info=error)
-    os._exit(_CRASHED)
