@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from blake3 import blake3
@@ -15,6 +15,8 @@ from kvgate_kernels.moves import CheckedGather, CheckedMove
 from kvgate_kernels.pages import PageSet
 from kvgate_kernels.reference import gather_chunk, pack_chunk, unpack_chunk
 from kvgate_kernels.rope import Rotation
+
+_T = TypeVar("_T")
 
 
 class NativeUnavailable(Exception):
@@ -84,7 +86,7 @@ class ReferenceBackend:
             bad = pack_chunk(self._pages, self._payload, move.block_table, target)
             return (payload_digest(target) if digest else b""), bad
 
-        results = list(self._executor.map(one, moves))
+        results = self._all(one, moves)
         digests = [result[0] for result in results] if digest else []
         return digests, [index for index, result in enumerate(results) if result[1]]
 
@@ -98,8 +100,28 @@ class ReferenceBackend:
             unpack_chunk(self._pages, self._payload, move.block_table, move.skip_tokens, source)
             return result
 
-        digests = list(self._executor.map(one, moves))
+        digests = self._all(one, moves)
         return digests if digest else []
+
+    def _all(self, one: Callable[[CheckedMove], _T], moves: Sequence[CheckedMove]) -> list[_T]:
+        """``one`` of each move on the threads, ordered on the caller's stream. When it returns or raises, nothing is under way."""
+        if self._pages.device.type != "cuda":
+            return self._settled(one, moves)
+        stream = torch.cuda.current_stream(self._pages.device)
+
+        def ordered(move: CheckedMove) -> _T:
+            with torch.cuda.device(self._pages.device), torch.cuda.stream(stream):
+                return one(move)
+
+        try:
+            return self._settled(ordered, moves)
+        finally:
+            stream.synchronize()
+
+    def _settled(self, one: Callable[[CheckedMove], _T], moves: Sequence[CheckedMove]) -> list[_T]:
+        futures = [self._executor.submit(one, move) for move in moves]
+        wait(futures)  # also where one has failed: the others must not write to pages that the caller takes for its own again
+        return [future.result() for future in futures]
 
     def gather(self, moves: Sequence[CheckedGather], rotations: Sequence[Rotation] | None) -> None:
         """See ``Backend``."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from kvgate_kernels import ChunkMove, MoveError, Packer, PageGeometry, PageLayout, PayloadGeometry
+from kvgate_kernels.moves import check_moves
+from kvgate_kernels.pages import check_pages
 
 PAGES = PageGeometry(PageLayout.CPU_VEC, 1, 1, 16, 32, "float32")
 PAYLOAD = PayloadGeometry.of(PAGES, 64)
@@ -92,3 +95,28 @@ def test_an_empty_batch_is_no_work(packer: Packer) -> None:
     """No moves, no digests, no error."""
     assert packer.pack([], digest=True) == []
     assert packer.unpack([]) == []
+
+
+def test_ids_of_skipped_blocks_reach_no_backend() -> None:
+    """They are not looked at, so they may be any number: no backend has to hold, or believe, one that is no block."""
+    pages = check_pages(PAGES, [torch.zeros(6, 1, 32, 32)])
+    (checked,) = check_moves([ChunkMove(view(), [2**32 - 1, 3], skip_tokens=32)], pages, PAYLOAD, unpack=True)
+    assert checked.block_table == (0, 3)
+
+
+def test_a_call_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one chunk fails no other is still being written: the caller gives the blocks to others."""
+    packer = Packer(PAGES, PAYLOAD, [torch.zeros(6, 1, 32, 32)], backend="torch-reference", threads=2)
+    ended = []
+
+    def unpack(_pages: object, _payload: object, table: tuple[int, ...], _skip: int, _source: object) -> None:
+        if table[0] == 0:
+            raise RuntimeError("the first")
+        time.sleep(0.2)
+        ended.append(table)
+
+    monkeypatch.setattr("kvgate_kernels.backend.unpack_chunk", unpack)
+    with pytest.raises(RuntimeError, match="the first"):
+        packer.unpack([ChunkMove(view(), [0, 1]), ChunkMove(view(), [2, 3])])
+    assert ended == [(2, 3)]
+    packer.close()
