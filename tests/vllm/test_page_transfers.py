@@ -167,6 +167,32 @@ def test_a_load_without_an_answer_is_given_up_and_its_place_never_used_again(tmp
         assert len(lender.heard(LoadPages)) == 1
 
 
+def test_pieces_left_over_by_an_error_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends a load, its blocks are computed next: no piece of it that is still under way may write them."""
+    with lending(tmp_path, lambda _message: None) as lender:
+
+        def fail(*_: object) -> Record:
+            lender.wait_for(LoadPages, 2)
+            raise ValueError("not foreseen")
+
+        monkeypatch.setattr(lender.transfers._patience, "wait", fail)
+        with pytest.raises(ValueError, match="not foreseen"):
+            lender.transfers.load(load_op(2), None)
+        (attached,) = lender.heard(AttachPages)
+        late = MoverGate.open(os.getpid(), attached.gate)
+        for asked in lender.heard(LoadPages):
+            with late.moving(asked.gate) as allowed:
+                assert not allowed
+
+
+def test_a_load_of_an_earlier_connection_is_not_sent_on_the_next(tmp_path: Path) -> None:
+    """There the gateway has another gate of ours: it would move through a place that this load can't close."""
+    with lending(tmp_path, lambda _message: None) as lender:
+        lender.transfers._connection -= 1
+        assert lender.transfers.load(load_op(2), None) == {1, 2}
+        assert not lender.heard(LoadPages)
+
+
 def test_a_refused_load_fails_and_gives_its_place_back(tmp_path: Path) -> None:
     """More refusals than the gate has places do not use it up."""
 

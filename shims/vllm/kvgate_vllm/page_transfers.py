@@ -76,17 +76,24 @@ class GatewayTransfers:
             return set(op.chunks)
         failed: set[int] = set()
         waiting: deque[_Piece] = deque()
-        for first in range(op.first, op.last, self._piece_chunks):
-            if len(waiting) == PIECES_AT_ONCE:
-                failed |= self._loaded(attachment, waiting.popleft())
-            chunks = tuple(range(first, min(op.last, first + self._piece_chunks)))
-            piece = self._ask(attachment, op, chunks, mark)
-            if piece is None:
-                failed.update(chunks)
-            else:
-                waiting.append(piece)
-        while waiting:
-            failed |= self._loaded(attachment, waiting.popleft())
+        try:
+            for first in range(op.first, op.last, self._piece_chunks):
+                if len(waiting) == PIECES_AT_ONCE:
+                    failed |= self._loaded(attachment, waiting[0])
+                    waiting.popleft()
+                chunks = tuple(range(first, min(op.last, first + self._piece_chunks)))
+                piece = self._ask(attachment, op, chunks, mark)
+                if piece is None:
+                    failed.update(chunks)
+                else:
+                    waiting.append(piece)
+            while waiting:
+                failed |= self._loaded(attachment, waiting[0])
+                waiting.popleft()
+        finally:
+            # Left over by an error that was not foreseen. Their chunks are computed, so nobody may write them any more.
+            for piece in waiting:
+                attachment.take_back(piece.place)
         return failed
 
     def store(self, op: StoreOp, job: Job | None, mark: Mark | None) -> int:
@@ -127,6 +134,8 @@ class GatewayTransfers:
         self._attachment = None
 
     def _ask(self, attachment: Attachment, op: LoadOp, chunks: tuple[int, ...], mark: Mark | None) -> _Piece | None:
+        if self._client.connection != self._connection:
+            return None  # on a new connection other pages are attached, with a gate that we can't close
         try:
             place = attachment.gate.open_place()
         except GateError:
