@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvgate.transfer.gate import PLACES, Gate, GateError, MoverGate
 from kvgate.transfer.process import engine
 from kvgate.transfer.process.devices import CpuDevice
+from kvgate.transfer.process.pages import ImportRefused, import_pages
 from kvgate.transfer.wire import MoveBody
 from tests.transfer.harness import ME, RAW, Pages, Pool, moves
 
@@ -160,6 +164,24 @@ def test_what_is_no_gate_is_refused(what: str, tmp_path: Path) -> None:
         MoverGate.open(os.getpid(), descriptor)
     for one in (reading, writing, other, open_ended, on_disk, read_only):
         os.close(one)
+
+
+def test_files_that_would_keep_their_opener_waiting_are_refused_at_once() -> None:
+    """A lease on the file makes whoever opens it wait for 45 s: that would be all other workers of the device."""
+    export = Pages().export
+    leased = os.memfd_create("leased", os.MFD_ALLOW_SEALING)
+    os.ftruncate(leased, PLACES)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which the kernel tells of the opener
+    fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    try:
+        with pytest.raises(GateError, match="can't be opened"):
+            MoverGate.open(os.getpid(), leased)
+        named = tuple(dataclasses.replace(one, handle=b"%d" % leased) for one in export.storages)
+        with pytest.raises(ImportRefused, match="cannot be opened"):
+            import_pages(dataclasses.replace(export, storages=named), ME, torch.device("cpu"))
+    finally:
+        os.close(leased)
+        signal.signal(signal.SIGIO, before)
 
 
 def test_a_gate_keeps_its_size(gate: Gate) -> None:

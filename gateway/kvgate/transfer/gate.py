@@ -101,7 +101,8 @@ class MoverGate:
     def open(cls, pid: int, descriptor: int) -> MoverGate:
         """The gate that process ``pid`` has at ``descriptor``. Raises ``GateError``."""
         try:
-            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            # Not blocking: whoever has a lease on its file (fcntl) could hold all other workers up for as long as it takes to break it.
+            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise GateError(f"the gate can't be opened: {os.strerror(error.errno or 0)}") from error
         status = os.fstat(own)

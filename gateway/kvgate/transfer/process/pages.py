@@ -102,7 +102,7 @@ def _map_file(export: StorageExport, worker: WorkerProcess) -> mmap.mmap:
     try:
         # Before it is opened: opening a device may do things.
         _check_file(path.stat(), worker)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # a lease on it must not hold others up
     except OSError as error:
         raise ImportRefused(f"the shared memory cannot be opened: {os.strerror(error.errno or 0)}") from None
     try:
