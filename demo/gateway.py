@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,3 +95,19 @@ def vllm_environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
+
+
+def in_folder(run: Callable[[Path], bool]) -> int:
+    """Run a demonstration in a temporary folder; keep it where something went wrong. Returns the exit code."""
+    folder = Path(tempfile.mkdtemp(prefix="kvgate-demo-"))
+    try:
+        good = run(folder)
+    except (DemoError, subprocess.TimeoutExpired) as error:
+        print(f"kvgate demo: {error}\nLogs are in {folder}", file=sys.stderr)
+        return 1
+    if good:
+        shutil.rmtree(folder)
+        print("\nAll as it must be.")
+        return 0
+    print(f"\nSomething is wrong; logs are in {folder}", file=sys.stderr)
+    return 1

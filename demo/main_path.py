@@ -9,13 +9,12 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo.gateway import MODEL, ROOT, DemoError, Gateway, vllm_environment
+from demo.gateway import MODEL, ROOT, DemoError, Gateway, in_folder, vllm_environment
 
 PROMPT_TOKENS = 1100
 MAX_TOKENS = 32
@@ -131,21 +130,5 @@ def run(folder: Path) -> bool:
     return report.good
 
 
-def main() -> int:
-    """Run in a temporary folder; keep it where something went wrong."""
-    folder = Path(tempfile.mkdtemp(prefix="kvgate-demo-"))
-    try:
-        good = run(folder)
-    except (DemoError, subprocess.TimeoutExpired) as error:
-        print(f"kvgate demo: {error}\nLogs are in {folder}", file=sys.stderr)
-        return 1
-    if good:
-        shutil.rmtree(folder)
-        print("\nAll as it must be.")
-        return 0
-    print(f"\nSomething is wrong; logs are in {folder}", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(in_folder(run))

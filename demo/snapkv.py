@@ -6,16 +6,14 @@ Run by `make demo-snapkv`. Exit code 0 only if every line is as it must be.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo.gateway import MODEL, ROOT, DemoError, Gateway, vllm_environment
+from demo.gateway import MODEL, ROOT, DemoError, Gateway, in_folder, vllm_environment
 
 SOURCE_TOKENS = 2048
 ENGINE_S = 400.0
@@ -83,21 +81,5 @@ def run(folder: Path) -> bool:
     return good
 
 
-def main() -> int:
-    """Run in a temporary folder; keep it where something went wrong."""
-    folder = Path(tempfile.mkdtemp(prefix="kvgate-demo-"))
-    try:
-        good = run(folder)
-    except (DemoError, subprocess.TimeoutExpired) as error:
-        print(f"kvgate demo: {error}\nLogs are in {folder}", file=sys.stderr)
-        return 1
-    if good:
-        shutil.rmtree(folder)
-        print("\nAll as it must be.")
-        return 0
-    print(f"\nSomething is wrong; logs are in {folder}", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(in_folder(run))

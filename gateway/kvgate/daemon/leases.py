@@ -175,6 +175,13 @@ class LeaseTable:
             raise Refused("denied", "the lease is released or from before a restart", field="lease", remedy="bind again")
         return lease
 
+    def owned(self, token: bytes, session: int) -> Lease:
+        """The open lease of ``token`` that this connection opened; raises ``Refused`` otherwise."""
+        lease = self.get(token)
+        if lease.session != session:
+            raise Refused("denied", "the lease belongs to another connection", field="lease")
+        return lease
+
     def of_session(self, session: int) -> list[Lease]:
         """The leases that one connection opened."""
         return [lease for lease in self._leases.values() if lease.session == session]

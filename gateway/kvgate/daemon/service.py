@@ -52,6 +52,12 @@ class Session:
         """Whether its hello was accepted."""
         return self.domain is not None
 
+    @property
+    def own_domain(self) -> Domain:
+        """Its isolation domain; nothing but its hello is answered before there is one."""
+        assert self.domain is not None, "answer() lets nothing but Hello through before"
+        return self.domain
+
 
 Answer = Record | Coroutine[Any, Any, Record]
 """A reply, or where something has to be waited for first what gives it."""
@@ -171,7 +177,7 @@ class Service:
         )
 
     def _register_worker(self, session: Session, report: messages.RegisterWorker) -> Record:
-        domain = self._domain(session)
+        domain = session.own_domain
         if session.role != "worker":
             raise Refused("denied", "only workers register", field="role", remedy="say role worker in Hello")
         if session.writer is None:
@@ -195,7 +201,7 @@ class Service:
     def _open_engine(self, session: Session, message: messages.OpenEngine) -> Record:
         registration = self._registration(session, message.handle)
         registration.require_sealed()
-        domain = self._domain(session)
+        domain = session.own_domain
         return messages.Opened(
             domain=domain.id,
             token_key=domain.token_key,
@@ -223,7 +229,7 @@ class Service:
     def _bind(self, session: Session, bind: messages.Bind) -> Record:
         registration = self._registration(session, bind.handle)
         registration.require_sealed()
-        domain = self._domain(session)
+        domain = session.own_domain
         access = self._policy.access_of(domain, bind).digest()
         variant = self._policy.variant_of(bind).digest()
         root, components = identify(registration.model_of(bind.adapter), registration.form, access, variant)
@@ -241,12 +247,12 @@ class Service:
         )
 
     async def _acquire(self, session: Session, message: messages.Acquire) -> Record:
-        lease = self._own_lease(session, message.lease)
+        lease = self._leases.owned(message.lease, session.id)
         end = await self._reads.acquire(lease, message.first, message.last, message.deadline_ms / 1000)
         return messages.Acquired(end=end)
 
     def _extend(self, session: Session, message: messages.Extend) -> Record:
-        lease = self._own_lease(session, message.lease)
+        lease = self._leases.owned(message.lease, session.id)
         self._leases.extend(lease, message.first, message.tokens)
         return messages.Extended(chunks=len(lease.chunks))
 
@@ -292,13 +298,9 @@ class Service:
             shards = [ref.address.hex() for ref in refs]
             log.debug(event, pp_rank=session.rank[0], tp_rank=session.rank[1], chunks=chunks, shards=shards, **more)
 
-    def _domain(self, session: Session) -> Domain:
-        assert session.domain is not None, "answer() lets nothing but Hello through before"
-        return session.domain
-
     def _registration(self, session: Session, handle: bytes) -> Registration:
         """The registration behind a handle; a handle of another domain is as good as unknown."""
-        return self._registry.by_handle(handle, self._domain(session).id)
+        return self._registry.by_handle(handle, session.own_domain.id)
 
     def _require_shared_pool(self, session: Session) -> None:
         if session.role == "worker" and self._config.transfer == "gateway":
@@ -312,12 +314,6 @@ class Service:
         if session.writer is None:
             raise Refused("denied", "this connection has registered no worker", remedy="send RegisterWorker first")
         return session.writer
-
-    def _own_lease(self, session: Session, token: bytes) -> Lease:
-        lease = self._leases.get(token)
-        if lease.session != session.id:
-            raise Refused("denied", "the lease belongs to another connection", field="lease")
-        return lease
 
 
 def _require_engine(session: Session) -> None:

@@ -36,11 +36,6 @@ _RESEND: Final = "send the full prompt without a capability"
 _ORDINARY: Final = ORDINARY.digest()
 
 
-def _domain(session: Session) -> Domain:
-    assert session.domain is not None, "nothing but Hello gets here before"
-    return session.domain
-
-
 def _wrong(field: str, problem: str, remedy: str) -> Refused:
     return Refused("malformed", problem, field=f"manifest.{field}", remedy=remedy)
 
@@ -86,7 +81,7 @@ class Variants:
         }
 
     def _open_model(self, session: Session, message: messages.OpenModel) -> Record:
-        domain = _domain(session)
+        domain = session.own_domain
         registration = self._named(domain, message.handle, message.model)
         registration.require_sealed()
         shared = self._policy.shared_with(domain)
@@ -219,7 +214,7 @@ class Variants:
         return await self._reads.load(session.id, lease, message.rectangle, message.chunks)
 
     async def _seal_variant(self, session: Session, message: messages.SealVariant) -> Record:
-        lease = self._own_lease(session, message.lease)
+        lease = self._leases.owned(message.lease, session.id)
         terms = lease.variant
         if terms is None or not terms.writable:
             raise Refused("denied", "was not opened by OpenVariant", field="lease", remedy="send OpenVariant")
@@ -241,7 +236,7 @@ class Variants:
         )
         self._metrics.variants.labels("sealed").inc()
         log.info("variant.sealed", scope=terms.access.scope, chunks=len(lease.chunks), variant=terms.manifest.hex()[:16])
-        key = domain_capability_key(self._capability_key, _domain(session).id)
+        key = domain_capability_key(self._capability_key, session.own_domain.id)
         return messages.VariantSealed(capability=capability.seal(key), expires_s=expires_s)
 
     def _bind_variant(self, session: Session, message: messages.BindVariant) -> Record:
@@ -315,16 +310,10 @@ class Variants:
         return present, self._reads.start_probe(lease, present)
 
     def _sealed(self, session: Session, handle: bytes) -> tuple[Domain, Registration]:
-        domain = _domain(session)
+        domain = session.own_domain
         registration = self._registry.by_handle(handle, domain.id)
         registration.require_sealed()
         return domain, registration
-
-    def _own_lease(self, session: Session, token: bytes) -> Lease:
-        lease = self._leases.get(token)
-        if lease.session != session.id:
-            raise Refused("denied", "the lease belongs to another connection", field="lease")
-        return lease
 
     async def _ready_lease(self, session: Session, token: bytes, rectangle: int) -> Lease:
         """A lease of this connection from which one rectangle may be read or written now."""
@@ -335,7 +324,7 @@ class Variants:
                 field="transfer",
                 remedy="fetch and publish at a gateway whose setting transfer is any or worker; it may share the L2",
             )
-        lease = self._own_lease(session, token)
+        lease = self._leases.owned(token, session.id)
         lease.registration.require_sealed()
         if rectangle >= lease.rectangles:
             raise Refused("malformed", f"the plan has {lease.rectangles} rectangles", field="rectangle")

@@ -110,9 +110,7 @@ class Verify:
         """A lease that this connection opened in its verify domain."""
         if session not in self._entered or session.domain is None:
             raise Refused("denied", "this connection is in no verify domain", remedy="send EnterVerify right after Hello")
-        lease = self._leases.get(token)
-        if lease.session != session.id:
-            raise Refused("denied", "the lease belongs to another connection", field="lease")
+        lease = self._leases.owned(token, session.id)
         if lease.domain != session.domain.id:
             # Can't be: nothing is shared with this domain. What removes objects asks all the same.
             raise Refused("denied", "the lease is of another isolation domain", field="lease")
