@@ -11,6 +11,7 @@ from kvgate.client.errors import GatewayRefused
 from kvgate.contract.table import COMPONENTS
 from kvgate.verify.admin import Operator
 from kvgate.verify.engine import Desk, Engine
+from kvgate.verify.results import L1, MEMORY, Row
 from kvgate.verify.sample import Value
 
 REFUSALS: Final = ("malformed", "denied")
@@ -77,14 +78,29 @@ async def _once(
         seen = await operator.reasons(found.bound.reference)
     finally:
         await engine.release(lease)
+    return judged(told, seen, expected)
+
+
+def judged(told: tuple[str, ...], seen: tuple[str, ...] | None, expected: Expected) -> Verdict:
+    """A miss with the reasons that the requester was told and the operator sees (None: not asked) against what they must be."""
     if {"unavailable", "unexplained"} & set(told):
-        return Verdict(Kind.UNKNOWN, problem=f"the gateway could not say: {', '.join(told)}")
-    reason = ", ".join(told) + (f" (operator: {', '.join(seen)})" if seen is not None and seen != told else "")
+        return Verdict(Kind.UNKNOWN, problem=f"the gateway could not say: {words(told)}")
+    reason = words(told) + (f" (operator: {words(seen)})" if seen is not None and seen != told else "")
     if told != expected.told:
         return Verdict(Kind.WRONG, reason, f"the reason is {words(told)}, not {words(expected.told)}")
     if seen is not None and seen != expected.seen:
         return Verdict(Kind.WRONG, reason, f"the operator sees {words(seen)}, not {words(expected.seen)}")
     return Verdict(Kind.MISSED, reason)
+
+
+def note(row: Row, tier: str, verdict: Verdict) -> None:
+    """Enter a verdict into its row. A lookup that missed in the pool also had no worker let at the bytes in shared memory."""
+    if verdict.kind is Kind.UNKNOWN:
+        row.unchecked(tier, verdict.problem)
+        return
+    row.check(tier, verdict.problem)
+    if tier == L1 and verdict.kind is not Kind.REFUSED:
+        row.check(MEMORY, verdict.problem)
 
 
 async def must_be_refused(desk: Desk, request: Value) -> Verdict:
@@ -120,6 +136,3 @@ def words(reasons: tuple[str, ...]) -> str:
 def in_order(components: tuple[str, ...]) -> tuple[str, ...]:
     """Components in the order in which a miss names them."""
     return tuple(name for name in COMPONENTS if name in components)
-
-
-__all__ = ["Expected", "Kind", "Verdict", "in_order", "must_be_refused", "must_miss", "refused", "words"]

@@ -11,6 +11,8 @@ from typing import Any, Final
 L1: Final = "l1"
 MEMORY: Final = "shared memory"
 VLLM: Final = "vllm"
+HITS: Final = "must hit"
+"""The group of rows that must hit, what is planted for them included."""
 
 
 class Outcome(Enum):

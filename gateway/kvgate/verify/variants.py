@@ -34,7 +34,7 @@ from kvgate.verify.admin import Operator
 from kvgate.verify.artifacts import MANIFESTS, Publisher, bind
 from kvgate.verify.engine import ACQUIRE_MS, Engine, pieces
 from kvgate.verify.link import call
-from kvgate.verify.lookups import REFUSALS, Kind, Verdict, in_order, refused, words
+from kvgate.verify.lookups import REFUSALS, Expected, Kind, Verdict, in_order, judged, note, refused
 from kvgate.verify.plants import FOUR
 from kvgate.verify.results import L1, MEMORY, Report, Row
 from kvgate.verify.sample import Value, adapter, changed, digest_of
@@ -210,12 +210,9 @@ class Variants:
         components = ("scope",) if path == "manifest.scope" else in_order(_COMPONENTS[path])
         for patch, also in MANIFESTS[path]:
             verdict = await self._ask(patch, also, components, tier)
+            note(row, tier, verdict)
             if verdict.kind is Kind.UNKNOWN:
-                row.unchecked(tier, verdict.problem)
                 continue
-            row.check(tier, verdict.problem)
-            if tier == L1 and verdict.kind is not Kind.REFUSED:
-                row.check(MEMORY, verdict.problem)
             reasons.setdefault(verdict.kind, verdict.reason)
             separate |= verdict.kind is Kind.MISSED and also not in ("tied", "shorter source")
         row.reason = "; alone: ".join(reasons[kind] for kind in (Kind.MISSED, Kind.REFUSED) if kind in reasons)
@@ -249,7 +246,7 @@ class Variants:
             await self._release(opened.lease)
         # Another query or scope is another access: what is stored there does not exist for the requester.
         expected = ("absent",) if "scope" in components else components
-        return await self._reasons(told, opened.reference, expected, components)
+        return judged(told, await self._operator.reasons(opened.reference), Expected(expected, components))
 
     async def _may_load(self, lease: bytes) -> bool:
         publisher = self._publisher
@@ -259,19 +256,6 @@ class Variants:
             return False
         await call(publisher.wire, FinishLoad(ticket=plan.ticket, mismatched=()), LoadVerdict)
         return True
-
-    async def _reasons(
-        self, told: tuple[str, ...], reference: str, expected: tuple[str, ...], seen: tuple[str, ...]
-    ) -> Verdict:
-        if {"unavailable", "unexplained"} & set(told):
-            return Verdict(Kind.UNKNOWN, problem=f"the gateway could not say: {words(told)}")
-        found = await self._operator.reasons(reference)
-        reason = words(told) + (f" (operator: {words(found)})" if found is not None and found != told else "")
-        if told != expected:
-            return Verdict(Kind.WRONG, reason, f"the reason is {words(told)}, not {words(expected)}")
-        if found is not None and found != seen:
-            return Verdict(Kind.WRONG, reason, f"the operator sees {words(found)}, not {words(seen)}")
-        return Verdict(Kind.MISSED, reason)
 
     async def _literal(self, tier: str) -> None:
         """An ordinary prompt of exactly the retained tokens is not served the artifact."""
@@ -284,7 +268,8 @@ class Variants:
                 row.fails(tier, "hit: the artifact was served as ordinary KV")
                 return
             told = await engine.explain(found.bound.lease)
-            verdict = await self._reasons(told, found.bound.reference, ("absent",), ("variant", "scope"))
+            seen = await self._operator.reasons(found.bound.reference)
+            verdict = judged(told, seen, Expected(("absent",), ("variant", "scope")))
         finally:
             await engine.release(found.bound.lease)
         row.reason = verdict.reason
