@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvgate.daemon.app import Gateway
 from kvgate.daemon.secret import SecretError, load_or_create
-from kvgate.daemon.state_dir import StateDir, StateDirError
+from kvgate.daemon.state_dir import StateDir, StateDirError, data_dir_lock
 from tests.daemon.conftest import Start, small_config
 
 
@@ -108,6 +112,113 @@ async def test_second_gateway_is_refused_by_name(gateway: Gateway) -> None:
     writer.close()
     assert gateway.config.admin_path.is_socket()
     del reader
+
+
+async def test_second_gateway_on_one_data_dir_is_refused_by_name(gateway: Gateway, folder: Path) -> None:
+    """With a state directory of its own, a gateway on a data directory in use is told the folder, the process and the setting."""
+    data = Path(gateway.config.data_dir)
+    second = Gateway(small_config(folder, state_dir=str(folder / "other")))
+    with pytest.raises(StateDirError) as caught:
+        await second.start()
+    for part in (f"data_dir {data}: ", f"(process {os.getpid()})", "stop it", "--data-dir"):
+        assert part in str(caught.value)
+    assert os.listdir(folder / "other") == []  # noqa: PTH208
+    await second.stop()
+    assert (data / "data.lock").exists()
+    with pytest.raises(StateDirError):
+        data_dir_lock(data).acquire()
+
+
+async def test_data_dir_is_free_after_a_stop(start: Start, folder: Path) -> None:
+    """A stop leaves no lock in the data directory, and a gateway elsewhere may take it over; one folder may be both."""
+    first = await start()
+    await first.stop()
+    assert not (folder / "data" / "data.lock").exists()
+    second = await start(state_dir=str(folder / "other"))
+    await second.stop()
+    await start(state_dir=str(folder / "data"))
+
+
+_HOLD = """
+import sys
+from pathlib import Path
+from kvgate.daemon.state_dir import data_dir_lock
+lock = data_dir_lock(Path(sys.argv[1]))
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_lock_ends_with_its_process(folder: Path) -> None:
+    """A data directory is refused while another process holds it, and free at once after that one's kill -9."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        lock = data_dir_lock(folder)
+        with pytest.raises(StateDirError, match=rf"another gateway \(process {holder.pid}\)"):
+            lock.acquire()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert (folder / "data.lock").exists()
+    lock.acquire()
+    lock.release()
+
+
+def test_holder_on_another_host_is_named(folder: Path) -> None:
+    """Where hosts share the folder, the one that holds it is named, without whatever else may stand in the file."""
+    held = data_dir_lock(folder)
+    held.acquire()
+    (folder / "data.lock").write_bytes(b"77\nfar\x1b[31m\n")
+    with pytest.raises(StateDirError, match=r"process 77 on far\?\[31m"):
+        data_dir_lock(folder).acquire()
+    held.release()
+
+
+def test_data_dir_that_is_no_folder_is_refused(folder: Path) -> None:
+    """A file, a path below one, and a lock that leads elsewhere are refused by the setting's name and left as they are."""
+    (folder / "file").write_text("x")
+    (folder / "target").write_text("untouched")
+    (folder / "data").mkdir()
+    (folder / "data" / "data.lock").symlink_to(folder / "target")
+    for path in (folder / "file", folder / "file" / "below", folder / "data"):
+        with pytest.raises(StateDirError, match=f"data_dir {path}: "):
+            data_dir_lock(path).acquire()
+    assert (folder / "file").read_text() == "x"
+    assert (folder / "target").read_text() == "untouched"
+
+
+_READ_ONLY = """
+place="$1"; shift
+mount -t tmpfs none "$place" && mkdir -m 700 "$place/in" && mount -o remount,ro "$place" || exit 77
+exec "$@"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounting needs root")
+@pytest.mark.parametrize("setting", ["data_dir", "state_dir"])
+def test_read_only_folder_is_refused_by_name(folder: Path, setting: str) -> None:
+    """On a file system mounted read-only a start ends at once, and says which folder it is, why, and what to do."""
+    place = folder / "place"
+    place.mkdir()
+    folders = {name: folder / name for name in ("data_dir", "state_dir")} | {setting: place / "in"}
+    serve = [str(Path(sys.executable).with_name("kvgate")), "serve", "--backend", "memory", "--pool-bytes", "1MiB"]
+    flags = [part for name, path in folders.items() for part in (f"--{name.replace('_', '-')}", str(path))]
+    ended = subprocess.run(
+        ["unshare", "-m", "sh", "-c", _READ_ONLY, "sh", str(place), *serve, *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if ended.returncode == 77:
+        pytest.skip("this machine lets nobody mount")
+    assert ended.returncode == 1, ended
+    for part in (f"{setting} {place / 'in'}: ", "mounted read-only", "choose another folder"):
+        assert part in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 async def test_failed_start_leaves_nothing(folder: Path) -> None:

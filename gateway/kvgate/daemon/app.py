@@ -26,7 +26,7 @@ from kvgate.daemon.registry import Registry
 from kvgate.daemon.secret import load_or_create
 from kvgate.daemon.server import ControlServer
 from kvgate.daemon.service import Service
-from kvgate.daemon.state_dir import StateDir
+from kvgate.daemon.state_dir import StateDir, data_dir_lock
 from kvgate.daemon.variants import Variants
 from kvgate.daemon.verify import Verify
 from kvgate.daemon.writes import Writes
@@ -50,6 +50,7 @@ class Gateway:
         self._mover = mover
         self._started = time.monotonic()
         self._state_dir = StateDir(Path(config.state_dir))
+        self._data_lock = data_dir_lock(Path(config.data_dir))
         self._metrics = Metrics()
         self._pool = PoolView()
         self._presence = PresenceIndex(config.max_known_chunks)
@@ -63,6 +64,7 @@ class Gateway:
         config = self.config
         self._state_dir.acquire()
         try:
+            self._data_lock.acquire()
             keys = load_or_create(config.secret_path)
             policy = Policy(
                 keys.secret,
@@ -154,6 +156,7 @@ class Gateway:
         await self._close_paths()
         await self._explainer.close()
         self._pool.switch(None)
+        self._data_lock.release()
         self._state_dir.release()
 
     async def status(self) -> dict[str, Any]:
