@@ -1,4 +1,4 @@
-"""How GPU engines are described: page layouts by the engine's word, and what their attention runs with. No GPU is needed."""
+"""The pages of GPU engines must be described by the engine's own word, or not at all. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from vllm.config import VllmConfig
 
 from kvgate_kernels import PageLayout
-from kvgate_vllm.describe import _attention_numerics, _module_text, numeric_environment
 from kvgate_vllm.geometry import Geometry, KvGroupShape, Place, RectangleShape, _declared_layout
 from kvgate_vllm.geometry import PageLayout as Pages
 from kvgate_vllm.registration import Uncacheable, page_layout
+from kvgate_vllm.rope import module_text
 
 
 def geometry(*said: tuple[str, str, str | None], dim_v: int = 128) -> Geometry:
@@ -121,68 +121,9 @@ def test_a_backend_that_declares_nothing_has_no_name() -> None:
     assert _declared_layout(VllmConfig(), SimpleNamespace()) is None
 
 
-def config_like(device: str = "cuda", *, v2: bool = True, **attention: Any) -> Any:
-    """As much of a configuration as the attention numerics look at."""
-    settings = {"backend": None, "flash_attn_version": None, "flash_attn_max_num_splits_for_cuda_graph": 32} | attention
-    return SimpleNamespace(
-        attention_config=SimpleNamespace(**settings),
-        device_config=SimpleNamespace(device_type=device),
-        use_v2_model_runner=v2,
-    )
-
-
-class FlashImpl:
-    """A layer's implementation, as far as it is looked at."""
-
-    def __init__(self, version: int | None) -> None:
-        self.vllm_flash_attn_version = version
-
-
-def layers(*impls: Any) -> dict[str, Any]:
-    """Attention layers with these implementations."""
-    return {f"layers.{index}": SimpleNamespace(impl=impl) for index, impl in enumerate(impls)}
-
-
-def test_attention_is_described_as_it_was_resolved() -> None:
-    """Asking for the backend that is chosen anyway must change nothing; its version and the runner must be there."""
-    plain = _attention_numerics(config_like(), layers(FlashImpl(3)))
-    assert plain == _attention_numerics(config_like(backend="FLASH_ATTN"), layers(FlashImpl(3), FlashImpl(3)))
-    assert (plain["attention.code"], plain["attention.flash"], plain["runner"]) == ('["FlashImpl"]', "<3>", "v2")
-
-
-@pytest.mark.parametrize(
-    ("config", "impl"),
-    [
-        (config_like(v2=False), FlashImpl(3)),
-        (config_like(), FlashImpl(2)),
-        (config_like(), FlashImpl(None)),
-        (config_like(), object()),
-        (config_like(flash_attn_max_num_splits_for_cuda_graph=16), FlashImpl(3)),
-    ],
-    ids=["runner", "version", "no version", "implementation", "splits"],
-)
-def test_what_changes_low_bits_is_in_it(config: Any, impl: Any) -> None:
-    """Another runner, FlashAttention version, implementation or split limit must be other numerics."""
-    assert _attention_numerics(config, layers(impl)) != _attention_numerics(config_like(), layers(FlashImpl(3)))
-
-
-def test_the_cpu_has_one_runner() -> None:
-    """A setting that only other devices obey must not keep CPU engines apart."""
-    one, other = (_attention_numerics(config_like("cpu", v2=v2), layers(object())) for v2 in (False, True))
-    assert one == other
-
-
-@pytest.mark.parametrize("name", ["VLLM_USE_V2_MODEL_RUNNER", "VLLM_KV_CACHE_LAYOUT", "VLLM_CONFIG_ROOT"])
-def test_what_is_described_otherwise_is_no_numeric_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner is described as resolved, and a page layout is no identity: their variables must not count."""
-    before = numeric_environment()
-    monkeypatch.setenv(name, "1")
-    assert numeric_environment() == before
-
-
 def test_which_kernel_applies_rope_is_not_rope() -> None:
     """A compiled engine says of each kernel that it does not use it, an eager one nothing: both turn keys alike."""
     one, other = (SimpleNamespace(rotary_dim=64, base=1e4, use_aiter=said, training=False) for said in (None, False))
-    assert _module_text(one) == _module_text(other)
+    assert module_text(one) == module_text(other)
     other.base = 10001.0
-    assert _module_text(one) != _module_text(other)
+    assert module_text(one) != module_text(other)

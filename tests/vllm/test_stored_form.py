@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from kvgate.contract.plan import Rectangle
 from kvgate.protocol.messages import Welcome
 from kvgate_kernels import ChunkMove, Packer, PageLayout
-from kvgate_vllm.describe import EngineDescription, NumericsSettings, RopeSettings
+from kvgate_vllm.describe import EngineDescription
 from kvgate_vllm.engine_build import EngineBuild
 from kvgate_vllm.geometry import Geometry, KvGroupShape, Place, RectangleShape
 from kvgate_vllm.geometry import PageLayout as Pages
+from kvgate_vllm.numerics import NumericsSettings
 from kvgate_vllm.registration import Uncacheable, WorkerForm, page_layout, representation, stored_codec, worker_form
+from kvgate_vllm.rope import RopeSettings
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM's CPU backend has these; 48, 80, 112 are no multiples of the codec's group."""

@@ -7,12 +7,21 @@ import enum
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from blake3 import blake3
 
 MAX_DEPTH: Final = 12
 CONTEXT: Final = "kvgate 2026-11 v1 settings"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One named setting as exact text."""
+
+    name: str
+    value: str
 
 
 def exact_text(value: Any, depth: int = 0) -> str:
@@ -69,3 +78,8 @@ def settings_digest(value: Any) -> str:
 def setting_name(key: str) -> str:
     """``key`` as a setting's name: lower-case letters, digits, dot and underscore. Other characters become their code point."""
     return re.sub(r"[^a-z0-9_]", lambda found: f".{ord(found[0]):x}.", key)
+
+
+def sorted_settings(values: dict[str, str]) -> tuple[Setting, ...]:
+    """Settings sorted by name."""
+    return tuple(Setting(name, values[name]) for name in sorted(values))

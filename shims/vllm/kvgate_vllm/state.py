@@ -200,7 +200,7 @@ class EngineState:
 
     def uncacheable_reason(self, request: Any) -> str | None:
         """Why ``request`` must be neither looked up nor stored, or None. Changes to a reason when weights change under it."""
-        from kvgate_vllm.describe import request_reason
+        from kvgate_vllm.covered import request_reason
 
         pin = pin_of(request)
         if pin is None:
