@@ -69,6 +69,13 @@ BASE_BY_OTHER_MEANS: dict[str, dict[str, Any]] = {
 """Other changes that count as base."""
 
 
+async def stored(gateway: Gateway, **changes: Any) -> Engine:
+    """The plain engine, which has stored all of ``TEXTS``."""
+    engine = await Engine.start(gateway.config.socket_path, **changes)
+    await engine.store(*TEXTS)
+    return engine
+
+
 async def other_engine(gateway: Gateway, name: str = "asking", credential: bytes | None = None, **changes: Any) -> Engine:
     """Another engine at the same gateway."""
     return await Engine.start(gateway.config.socket_path, engine=makers.engine_id(name), credential=credential, **changes)
