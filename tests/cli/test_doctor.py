@@ -407,6 +407,20 @@ def test_a_gateway_that_runs_and_answers(doctor: Doctor, gateway: subprocess.Pop
     assert str(gateway.pid) in next(one["found"] for one in found if one["check"] == "gateway")
 
 
+def test_a_gateway_that_moves_nothing(doctor: Doctor) -> None:
+    """Its transfer process has a problem that the status knows: found, with the device and the reason."""
+    program = (
+        "from kvgate.transfer.supervisor import TransferProcesses; from kvgate.cli import main\n"
+        "TransferProcesses.status = lambda self: {'cpu': {'problem': 'the pool is too large'}}\nmain()"
+    )
+    command = [program if "import main" in str(part) else part for part in serve(doctor)]
+    with child(command, log=doctor.folder / "log"):
+        until_ready(doctor)
+        found = doctor.fault("gateway", level="warn")
+        assert "cpu" in found["found"]
+        assert "the pool is too large" in found["found"]
+
+
 def test_a_gateway_that_hangs(doctor: Doctor, gateway: subprocess.Popen[bytes]) -> None:
     """A stopped process: found in time, with the command that ends it."""
     gateway.send_signal(signal.SIGSTOP)

@@ -17,7 +17,7 @@ import torch
 from kvgate.storage.backend import PoolInfo, Slot
 from kvgate.storage.pool import ALIGN_BYTES, PoolMapping, create_pool, unlink_pool
 from kvgate.transfer import MoveSpec, PageExport, PayloadShape, WorkerProcess
-from kvgate.transfer.device import Limits
+from kvgate.transfer.limits import Limits
 from kvgate.transfer.supervisor import TransferProcesses
 from kvgate_kernels import ChunkMove, Codec, Packer, PageGeometry, PageLayout, PayloadGeometry
 from kvgate_kernels.export import export_pages

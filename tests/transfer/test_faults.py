@@ -27,7 +27,7 @@ from kvgate.transfer import (
     WorkerProcess,
 )
 from kvgate.transfer.child import Child
-from kvgate.transfer.device import Limits
+from kvgate.transfer.limits import Limits
 from kvgate.transfer.supervisor import TransferProcesses, end_left_behind
 from tests.transfer.conftest import Served
 from tests.transfer.harness import (

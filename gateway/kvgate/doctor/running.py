@@ -56,6 +56,7 @@ def check_gateway(subject: Subject, report: Report) -> None:
         return
     report.ok(f"process {pid}, kvgate {__version__}, ready")
     _look_at_storage(status.get("storage"), state_dir, report)
+    _look_at_transfer(status.get("transfer"), report)
 
 
 def _look_at_storage(storage: Any, state_dir: Path, report: Report) -> None:
@@ -68,6 +69,12 @@ def _look_at_storage(storage: Any, state_dir: Path, report: Report) -> None:
     failed = int(counts.get("l2_store_failed_objects", 0)) + int(counts.get("l2_store_lost_objects", 0))
     if failed:
         report.warn(f"{failed} objects did not reach L2 since its start", "kvgate doctor --only disk --only l2")
+
+
+def _look_at_transfer(transfer: Any, report: Report) -> None:
+    for device, counts in (transfer if isinstance(transfer, dict) else {}).items():
+        if isinstance(counts, dict) and counts.get("problem"):
+            report.warn(f"nothing is moved on {device}: {counts['problem']}", "kvgate doctor --only kernels --only memory")
 
 
 async def _status(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvgate.storage.backend import PoolInfo
 from kvgate.transfer import MoveRefused, PagesRefused, TransferBusy, TransferUnavailable
 from kvgate.transfer.child import Child, ChildSettings, Patience
 from kvgate.transfer.connection import Answer
+from kvgate.transfer.limits import POOL_REMEDY, Limits
 from kvgate.transfer.records import MoveSpec, PageExport, PageHandle, PayloadShape, WorkerProcess
 from kvgate.transfer.remains import WorkerRemains
 from kvgate.transfer.wire import Code, MoveBody, Op, WireError
@@ -20,30 +21,6 @@ from kvgate.transfer.wire import Code, MoveBody, Op, WireError
 _GIB = 1 << 30
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one device.
-
-    attach_s: for mapping pages, once the process serves. pool_s, pool_s_per_gib: for mapping and page-locking the pool.
-    detach_s: for a detach, moves before it included. idle_s: a process without pages ends after so long; long, since an engine
-    that starts meanwhile takes memory that others free while it looks how much there is for a fault.
-    worker_exit_s: how long a worker that has gone may take to end, for its files to be removed.
-    healthy_s: a process that served so long had no start problem.
-    """
-
-    max_calls: int = 64
-    attach_s: float = 60.0
-    detach_s: float = 60.0
-    pool_s: float = 60.0
-    pool_s_per_gib: float = 2.0
-    stop_s: float = 10.0
-    worker_exit_s: float = 30.0
-    idle_s: float = 900.0
-    healthy_s: float = 60.0
-    restart_pause_s: float = 0.2
-    max_restart_pause_s: float = 30.0
 
 
 @dataclass(slots=True)
@@ -82,14 +59,15 @@ class Device:
         self._on_lost = on_lost
         self._child: Child | None = None
         self._starting: asyncio.Task[Child] | None = None
-        self._watch: asyncio.Task[None] | None = None
         self._idle: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._pool: PoolInfo | None = None
         self._mapped: asyncio.Task[None] | None = None
         self._pause_s = 0.0
         self._not_before = 0.0
         self._attaching = 0
         self._stopping = False
+        self._problem = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cleaning: set[asyncio.Task[Any]] = set()
 
@@ -111,8 +89,22 @@ class Device:
         return 0 if self._child is None else self._child.connection.in_flight
 
     @property
+    def pool_state(self) -> str:
+        """``none``, ``mapping``, ``mapped`` or ``failed``: whether the process can reach the pool."""
+        if self._child is None or self._pool is None or self._mapped is None:
+            return "none"
+        if not self._mapped.done():
+            return "mapping"
+        return "failed" if self._mapped.cancelled() or self._mapped.exception() else "mapped"
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is moved: the process did not start, or can't map the pool. Empty where nothing is known to be wrong."""
+        return self._problem
+
+    @property
     def idle(self) -> bool:
-        """Nothing runs and nobody waits for anything to run."""
+        """Nothing runs, nobody waits for anything to run, and nothing that is under way can start anything."""
         return self._child is None and self._starting is None and not self._attaching and not self._tasks
 
     def use_pool(self, pool: PoolInfo | None) -> None:
@@ -222,9 +214,8 @@ class Device:
         if child is not None:
             await self._end(child)
             await child.bury()
-        rest = [task for task in (*self._tasks, self._watch, self._mapped) if task is not None]
-        if rest:
-            await asyncio.wait(rest, timeout=self._patience.exit_s)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=self._patience.exit_s)
 
     async def _end(self, child: Child) -> None:
         """Ask the process to end, and wait for that as long as it may take."""
@@ -237,12 +228,18 @@ class Device:
 
     async def _serving(self, ends_at: float) -> Child:
         """The process, started where none runs. Raises ``TransferUnavailable`` where it cannot be, or not in time."""
+        loop, ending = asyncio.get_running_loop(), self._ending
+        if ending is not None:
+            # It had no pages for long and was told to end. The next one serves.
+            await asyncio.wait([ending], timeout=max(0.0, ends_at - loop.time()))
+            if not ending.done():
+                raise TransferUnavailable("the transfer process is ending: ask again")
         if self._stopping:
             raise TransferUnavailable("the gateway is stopping")
         if self._child is not None:
             return self._child
         starting = self._begin_start()
-        await asyncio.wait([starting], timeout=max(0.0, ends_at - asyncio.get_running_loop().time()))
+        await asyncio.wait([starting], timeout=max(0.0, ends_at - loop.time()))
         if not starting.done():
             raise TransferUnavailable("the transfer process is starting: ask again")
         if starting.cancelled():
@@ -264,13 +261,17 @@ class Device:
                 child = await Child.launch(self.name, self._settings, self._patience)
             except TransferUnavailable as error:
                 _log.warning("transfer.does_not_start", reason=str(error))
+                self._problem = f"the transfer process does not start: {error}"
                 self._pause()
                 raise
             self.incarnation = next(self._incarnations)
             self._child = child
+            self._problem = ""
             _log.info("transfer.serves", pid=child.pid, incarnation=self.incarnation)
             self._map_pool(child)
-            self._watch = asyncio.create_task(self._until_lost(child, loop.time()), name=f"kvgate-transfer-watch-{self.name}")
+            # Kept with the rest: while it runs it may start the next process, and this device must not be forgotten.
+            self._keep(self._until_lost(child, loop.time()))
+            self._end_when_idle()  # also where no attach comes: a process that was started again may find its engines gone
             return child
         finally:
             self._starting = None
@@ -285,7 +286,7 @@ class Device:
         """Wait for the process to go, tell, and start the next where pages were attached."""
         await child.connection.lost.wait()
         wanted = bool(self.handles) and not self._stopping
-        self._child = None
+        self._child = self._ending = None
         self.handles.clear()
         self._workers.clear()
         self._cancel_idle()
@@ -300,7 +301,8 @@ class Device:
                 self._pause_s = 0.0
             self._pause()
             self.restarts += 1
-            if self._child is None:  # else an attach has started the next one already, while this one was dying
+            # Else an attach has started the next one already, while this one was dying; or the gateway stops.
+            if self.state == "stopped" and not self._stopping:
                 self._begin_start()
 
     def _map_pool(self, child: Child) -> None:
@@ -313,7 +315,12 @@ class Device:
             try:
                 await child.ask(Op.POOL, body, self._limits.pool_s + self._limits.pool_s_per_gib * size_gib)
             except Answer as answer:
+                if self._child is child and self._pool is pool:  # else it is of no use any more
+                    self._problem = f"the pool can't be mapped: {answer}"
+                    _log.error("transfer.pool_not_mapped", device=self.name, reason=str(answer), remedy=POOL_REMEDY)
                 raise TransferUnavailable(f"the pool cannot be mapped: {answer}") from None
+            if self._child is child and self._pool is pool:
+                self._problem = ""
 
         self._mapped = self._keep(tell())
 
@@ -345,7 +352,12 @@ class Device:
         child = self._child
         if child is not None and not self.handles and not self._attaching:
             _log.info("transfer.idle", pid=child.pid)
-            self._keep(self._end(child))
+            self._ending = self._keep(self._end_idle_child(child))
+
+    async def _end_idle_child(self, child: Child) -> None:
+        await self._end(child)
+        await child.bury()
+        await child.connection.lost.wait()  # so that whoever waits for this finds no process that serves
 
     def _cancel_idle(self) -> None:
         if self._idle is not None:

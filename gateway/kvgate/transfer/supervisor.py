@@ -18,7 +18,8 @@ from blake3 import blake3
 from kvgate.storage.backend import PoolInfo
 from kvgate.transfer import SlotsInDoubt, TransferBusy, TransferUnavailable
 from kvgate.transfer.child import ChildSettings, Patience
-from kvgate.transfer.device import Device, Limits
+from kvgate.transfer.device import Device
+from kvgate.transfer.limits import Limits
 from kvgate.transfer.records import MoveSpec, Packed, PageExport, PageHandle, PayloadShape, WorkerProcess
 from kvgate.transfer.remains import remove_cuda_files
 from kvgate.transfer.wire import MODULE, Op, WireError, unpack_digests, unpack_result
@@ -136,7 +137,9 @@ class TransferProcesses:
         """See ``PageMover``."""
         return {
             name: {
+                **({"problem": device.problem} if device.problem else {}),
                 "state": device.state,
+                "pool": device.pool_state,
                 "pid": device.pid,
                 "incarnation": device.incarnation,
                 "handles": len(device.handles),
