@@ -3,13 +3,14 @@
     python -m bench.ttft_h200 --out FOLDER [--commit HASH] [--eager] [--backend memory]
 
 The engine is in one process with its driver; one request at a time. Restored from the pool (``l1``) and, after a restart of gateway and
-LMCache, from the folder below it (``l2``). LMCache's own connector is no peer here: its CUDA extension is absent where this runs.
+LMCache, from the folder below it (``l2``). LMCache's own connectors as peers: ``bench.ttft_lmcache``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import random
 import shutil
 import statistics
 import subprocess
@@ -28,9 +29,10 @@ LONG_CHUNKS: Final = 128
 SHORT_CHUNKS: Final = 2
 MODEL_S: Final = 180.0
 RUNS: Final = 5
-MISSES: Final = 40
+MISSES: Final = 60
 REST_S: Final = 0.1
 VOCABULARY: Final = 32000
+PLAIN: Final = "the same engine without a connector"
 
 
 def steps(long: list[int]) -> list[dict[str, Any]]:
@@ -59,8 +61,26 @@ def spread(values: list[float]) -> float:
     return (high - low) / middle
 
 
+def differences(ours: list[float], theirs: list[float], draws: int = 2001) -> list[float]:
+    """Differences of the medians of samples drawn anew from both: the difference, and how sure it is."""
+    draw = random.Random(0)
+    return [
+        statistics.median(draw.choices(ours, k=len(ours))) - statistics.median(draw.choices(theirs, k=len(theirs)))
+        for _ in range(draws)
+    ]
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """What lies below 2.5%, 50% and 97.5% of them."""
+    cuts = statistics.quantiles(values, n=40)
+    return cuts[0], cuts[19], cuts[38]
+
+
 class Bench:
     """One run."""
+
+    MODULE = "bench.ttft_h200"
+    """What is run, for the records."""
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self._options = options
@@ -80,6 +100,7 @@ class Bench:
         flags = {"backend": self._options.backend, "pool_bytes": "16GiB"}
         gateway = Gateway(self._work / "gateway", self._options.out, **flags)
         try:
+            engines.warm_later()
             self._say(f"gateway {gateway.start()} s")
             engines.warm()
             self._say("vLLM imported")
@@ -98,10 +119,8 @@ class Bench:
                 self._add("ttft.hit.32k.l1.h200", hits, computed_ms)
             if len(hits) < len(later):
                 self._say(f"not always restored: {[answer['report'] for answer in later]}")
-            added = [max(0.0, ours - theirs) for ours, theirs in zip(sorted(misses), sorted(plain_misses), strict=True)]
-            self._add("ttft.miss.512.h200", added, None)
+            self._add_misses(misses, plain_misses)
             self._add("ttft.miss.32k.h200", [first["ttft_ms"]], computed_ms)
-            self._say(f"misses: {statistics.median(misses)} ms with, {statistics.median(plain_misses)} ms without")
             if self._options.backend == "lmcache" and not self._options.no_l2:
                 gateway.stop()
                 self._say(f"gateway again {gateway.start()} s")
@@ -134,7 +153,22 @@ class Bench:
         }
         return {"model": str(model), "options": options, "connector": extra, "steps": wanted}
 
-    def _add(self, case: str, ours_ms: list[float], peer_ms: list[float] | None) -> None:
+    def _add_misses(self, with_ms: list[float], without_ms: list[float]) -> None:
+        """Both sides as they are, each with its spread; and what a miss adds, which may be less than such a run can see.
+
+        Two engines, one after the other: where the second one has other addresses and another clock, that is in the difference too.
+        """
+        self._add("ttft.miss.512.h200", with_ms, without_ms)
+        self._add("ttft.miss.512.without.h200", without_ms, None)
+        added = [max(0.0, one) for one in differences(with_ms, without_ms)]
+        self._add("ttft.miss.512.added.h200", added, None, runs=len(with_ms))
+        low, middle, high = interval(differences(with_ms, without_ms))
+        for name, values in (("with", with_ms), ("without", without_ms)):
+            quarter, half, three = statistics.quantiles(values, n=4)
+            self._say(f"misses {name}: {half:.2f} ms, half of them {quarter:.2f} to {three:.2f}, {len(values)} requests")
+        self._say(f"a miss adds {middle:.2f} ms (95% of resampled differences of the medians: {low:.2f} to {high:.2f})")
+
+    def _add(self, case: str, ours_ms: list[float], peer_ms: list[float] | None, peer_name: str = PLAIN, runs: int = 0) -> None:
         value = statistics.median(ours_ms)
         peer = statistics.median(peer_ms) if peer_ms else None
         self._records.append(
@@ -142,22 +176,22 @@ class Bench:
                 case=case,
                 value=value,
                 unit="ms",
-                peer="the same engine without a connector" if peer is not None else "",
+                peer=peer_name if peer is not None else "",
                 peer_value=peer,
                 ratio=peer / value if peer is not None else None,
                 limit=None,
                 limit_ratio=None,
-                runs=len(ours_ms),
+                runs=runs or len(ours_ms),
                 spread=spread(ours_ms),
                 machine=self._machine,
                 versions=self._versions,
-                command="python -m bench.ttft_h200" + (" --eager" if self._options.eager else ""),
+                command=f"python -m {self.MODULE}" + (" --eager" if self._options.eager else ""),
                 commit=self._options.commit or records.commit(),
                 date=records.now(),
             )
         )
         print(
-            f"{case}: {value:.2f} ms" + (f", computed {peer:.2f} ms: {peer / value:.1f} times as fast" if peer else ""),
+            f"{case}: {value:.2f} ms" + (f", {peer_name} {peer:.2f} ms: {peer / value:.1f} times as fast" if peer else ""),
             flush=True,
         )
 

@@ -64,7 +64,7 @@ def restore(suite: Suite) -> None:
             ("adapter", again_adapted, adapted, local_adapted),
             ("after_forgetting", third, first, local),
         ):
-            _whole(suite, name, got, stored, wanted)
+            whole(suite, name, got, stored, wanted)
         suite.missed("other_adapter_same_name", reloaded, running, "adapter")
         suite.check("other_adapter_text", reloaded["tokens"] != again_adapted["tokens"], "each adapter has its own text")
         suite.missed("other_salt", salted, running, "scope")
@@ -73,7 +73,7 @@ def restore(suite: Suite) -> None:
         _declared_equal(suite, running, one)
 
 
-def _whole(suite: Suite, name: str, got: dict[str, Any], stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+def whole(suite: Suite, name: str, got: dict[str, Any], stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     """``got`` was restored: all of it, with the pages of ``stored`` and the text of ``wanted``."""
     suite.restored(name, got)
     suite.check(f"{name}_pages", got.get("pages") == stored.get("pages"), "the pages hold the bytes that were stored")
@@ -91,7 +91,7 @@ def adapters(suite: Suite) -> None:
         steps = [ask(prompt, adapter=tuned), {"forget": 1}, ask(prompt, adapter=tuned, pages=True), ask(prompt, adapter=other)]
         loading, _, again, reloaded = suite.engines.run(job(running, steps, **LORA), "adapter, restore")
         suite.same("loading_text", loading, local)
-        _whole(suite, "adapter", again, first, local)
+        whole(suite, "adapter", again, first, local)
         suite.missed("other_adapter_same_name", reloaded, running, "adapter")
 
 
@@ -140,7 +140,7 @@ def runners(suite: Suite) -> None:
             suite.check(f"{name}_is_it", f"'runner': '{name}'" in str(what["kvgate"]), dump(what))
             if name == "v1":
                 suite.missed("v1_after_v2", first, running, "numerics")
-            _whole(suite, name, again, first, local)
+            whole(suite, name, again, first, local)
 
 
 def wide(suite: Suite) -> None:
@@ -160,7 +160,7 @@ def wide(suite: Suite) -> None:
             ("two", again_two, second, local_two),
             ("warm", third, first, local),
         ):
-            _whole(suite, name, got, stored, wanted)
+            whole(suite, name, got, stored, wanted)
 
 
 def graphs(suite: Suite) -> None:
@@ -173,7 +173,7 @@ def graphs(suite: Suite) -> None:
         (again,) = suite.engines.run(
             job(running, [ask(prompt, pages=True)], enforce_eager=False), "graphs, restore", within_s=240
         )
-        _whole(suite, "graphs", again, first, local)
+        whole(suite, "graphs", again, first, local)
         (eager,) = suite.engines.run(job(running, [ask(prompt)]), "eager after graphs")
         suite.missed("eager", eager, running, "numerics")
 
@@ -206,22 +206,3 @@ def codec(suite: Suite) -> None:
             differing == 0 or None,
             f"{differing} of {len(local['tokens'])} tokens differ: values are coded in 8 bits",
         )
-
-
-def two_gpus(suite: Suite) -> None:
-    """TP=2 on two GPUs: each rank's rectangles stored, everything restarted, restored."""
-    one, two = text_prompt(4), text_prompt(2, file=1)
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
-    env = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    with gateway(suite, "two-gpus") as running:
-        steps = [ask(one), ask(two), ask(one), ask(two)]
-        first, _, local, local_two = suite.engines.run(job(running, steps, **options), "TP=2, store", within_s=200, env=env)
-        suite.check("first", first["restored"] == 0, dump(first["report"]))
-        restart(suite, running)
-        steps = [ask(one), ask(two), {"forget": 1}, ask(one)]
-        again, again_two, _, third = suite.engines.run(job(running, steps, **options), "TP=2, restore", within_s=200, env=env)
-        for name, got, wanted in (("one", again, local), ("two", again_two, local_two), ("warm", third, local)):
-            suite.restored(name, got)
-            suite.same(f"{name}_text", got, wanted)
-        (alone,) = suite.engines.run(job(running, [ask(one)]), "TP=1 after TP=2")
-        suite.check("one_gpu_misses", alone["restored"] == 0, f"{running.reasons(alone)}")

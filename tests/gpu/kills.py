@@ -22,7 +22,12 @@ SLACK_MIB: Final = 300
 
 
 def used_mib() -> int:
-    """Memory of the first GPU that is in use."""
+    """Memory in use on the first GPU."""
+    return all_used_mib()[0]
+
+
+def all_used_mib() -> list[int]:
+    """Memory in use on each GPU."""
     done = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
         capture_output=True,
@@ -30,7 +35,7 @@ def used_mib() -> int:
         timeout=30,
         check=True,
     )
-    return int(done.stdout.splitlines()[0])
+    return [int(line) for line in done.stdout.split()]
 
 
 def pools() -> set[str]:

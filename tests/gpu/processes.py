@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -87,6 +88,7 @@ class Engines:
         self._count = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: Lines | None = None
+        self._imported = False
         self.forking = True
 
     def begin(self, job: dict[str, Any], label: str, env: dict[str, str] | None = None) -> Engine:
@@ -126,8 +128,17 @@ class Engines:
 
     def warm(self) -> None:
         """Import vLLM, if that has not been done: the first engine need not wait for it then. Raises ``ProcessError``."""
+        self.warm_later()
+        assert self._lines is not None
+        if not self._imported and self._lines.next(IMPORT_S) is None:
+            raise ProcessError(f"vLLM does not import:\n{_end_of(self._logs / 'zygote.log')}")
+        self._imported = True
+
+    def warm_later(self) -> None:
+        """Begin to import vLLM, and wait for nothing."""
         if self._process is not None and self._process.poll() is None:
             return
+        self._imported = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.zygote"],
             cwd=ROOT,
@@ -137,8 +148,6 @@ class Engines:
             stderr=(self._logs / "zygote.log").open("ab"),
         )
         self._lines = Lines(self._process)
-        if self._lines.next(IMPORT_S) is None:
-            raise ProcessError(f"vLLM does not import:\n{_end_of(self._logs / 'zygote.log')}")
 
     def _fork(self, order: dict[str, Any], result: Path, log: Path, label: str) -> Engine:
         self.warm()
@@ -213,6 +222,15 @@ class Engine:
         """SIGKILL to it and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def ready(self, within_s: float) -> bool:
+        """Whether the engine inside starts within that time."""
+        until = time.monotonic() + within_s
+        while not self.told()["ready"]:
+            if time.monotonic() > until or not Path(f"/proc/{self.pid}").exists():
+                return bool(self.told()["ready"])
+            time.sleep(POLL_S)
+        return True
 
     def tail(self) -> str:
         """The end of the log since this engine began."""
@@ -294,6 +312,16 @@ class Gateway:
         )
         return json.loads(done.stdout or b"null")
 
+    def status(self) -> dict[str, Any]:
+        """What ``kvgate status --json`` prints, without the seconds a process takes to start."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(STOP_S)
+            connection.connect(str(self.state_dir / "admin.sock"))
+            connection.sendall(b"GET /status HTTP/1.0\r\nHost: kvgate\r\n\r\n")
+            reply = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        found: dict[str, Any] = json.loads(reply.partition(b"\r\n\r\n")[2])
+        return found
+
     def child(self, word: str) -> int | None:
         """A process that the daemon started whose command line has ``word``."""
         for folder in Path("/proc").iterdir():
@@ -307,7 +335,7 @@ class Gateway:
 
     def held(self) -> dict[str, int]:
         """What the gateway holds for anyone, by name: only what is not nought."""
-        status = self.ask("status")
+        status = self.status()
         found = {name: status[name] for name in ("leases", "held_chunks", "open_loads", "open_writes")}
         found |= {name: status["storage"][name] for name in ("holds", "reservations")}
         return {name: count for name, count in found.items() if count}

@@ -9,12 +9,14 @@ and ``result`` (the file written anew after each step: ``ready`` and one entry a
     describe what the engine is
     wait_s   do nothing so long
     mark     write this file, so that the driver knows how far the job is
+    await    wait until the driver has written this file
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from typing import Any
 
 CHUNK_TOKENS = 256
 SETTLE_S = 60.0
+AWAIT_S = 90.0
 
 
 def run_job(job: dict[str, Any]) -> None:
@@ -71,6 +74,8 @@ class Engine:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._count = 0
+        # Workers in processes of their own spin for as long as they are asked.
+        self._pause_s = 0.0002 if self.core is None or hasattr(self.core.model_executor, "driver_worker") else 0.002
 
     @property
     def core(self) -> Any:
@@ -80,8 +85,15 @@ class Engine:
     @property
     def runner(self) -> Any:
         """The model runner of the one worker."""
-        worker = self.core.model_executor.driver_worker
-        return getattr(worker, "worker", worker).model_runner
+        return _runner_of(self.core.model_executor.driver_worker)
+
+    def _on_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What ``function(worker, *arguments)`` gives on each worker, by rank; in this process or in theirs."""
+        executor = self.core.model_executor
+        if hasattr(executor, "driver_worker"):
+            return [function(executor.driver_worker, *arguments)]
+        found: list[Any] = executor.collective_rpc(function, args=arguments)
+        return found
 
     def take(self, step: dict[str, Any]) -> dict[str, Any]:
         """One step."""
@@ -93,6 +105,13 @@ class Engine:
             return self._describe()
         if "wait_s" in step:
             time.sleep(step["wait_s"])
+            return {}
+        if "await" in step:
+            until = time.monotonic() + AWAIT_S
+            while not Path(step["await"]).exists():
+                if time.monotonic() > until:
+                    raise RuntimeError("the driver did not go on")
+                time.sleep(0.005)
             return {}
         Path(step["mark"]).write_text("here")
         return {}
@@ -118,7 +137,7 @@ class Engine:
             while engine.has_unfinished_requests():
                 outputs = engine.step()
                 if not outputs:
-                    time.sleep(0.0002)  # else this loop keeps the interpreter from the connector's threads
+                    time.sleep(self._pause_s)  # else this loop keeps the interpreter from the connector's threads
                 for output in outputs:
                     if not first_s and output.outputs[0].token_ids:
                         first_s = time.perf_counter() - began
@@ -178,21 +197,12 @@ class Engine:
         if not step.get("pages") or self.core is None:
             yield found
             return
-        import torch
-        from blake3 import blake3
-
         connector = self.core.scheduler.get_kv_connector()
         plain = connector.request_finished
         tokens = (len(step["ask"]) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 
         def finished(request: Any, block_ids: list[int]) -> Any:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            hasher = blake3()
-            for layer in self.runner.kv_caches:
-                wanted = torch.tensor(block_ids[: tokens // layer.shape[2]], device=layer.device)
-                hasher.update(layer[wanted].contiguous().view(torch.uint8).cpu().numpy().tobytes())
-            found["pages"] = hasher.hexdigest()
+            found["pages"] = self._on_workers(pages_digest, list(block_ids), tokens)
             return plain(request, block_ids)
 
         connector.request_finished = finished
@@ -211,6 +221,8 @@ class Engine:
             "compilation": lambda: f"{config.compilation_config.mode} {config.compilation_config.cudagraph_mode}",
         }
         if self.core is not None:
+            parts["workers"] = lambda: self._on_workers(worker_process)
+        if self.core is not None and hasattr(self.core.model_executor, "driver_worker"):
             parts |= {
                 "runner": lambda: f"{type(self.runner).__module__}.{type(self.runner).__name__}",
                 "tensor": lambda: [str(self.runner.kv_caches[0].shape), str(self.runner.kv_caches[0].stride())],
@@ -223,6 +235,33 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - the text is the answer
                 found[name] = f"? {error!r}"[:300]
         return found
+
+
+def _runner_of(worker: Any) -> Any:
+    return getattr(worker, "worker", worker).model_runner
+
+
+def pages_digest(worker: Any, block_ids: list[int], tokens: int) -> str:
+    """Runs on a worker: a digest of these pages' first ``tokens`` in all layers, read by torch."""
+    import torch
+    from blake3 import blake3
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    hasher = blake3()
+    for layer in _runner_of(worker).kv_caches:
+        wanted = torch.tensor(block_ids[: tokens // layer.shape[2]], device=layer.device)
+        hasher.update(layer[wanted].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def worker_process(worker: Any) -> dict[str, Any]:
+    """Runs on a worker: its process, and its device as the gateway calls it."""
+    import torch
+
+    device = _runner_of(worker).kv_caches[0].device
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
+    return {"pid": os.getpid(), "device": name}
 
 
 def _worker_facts() -> dict[str, Any]:

@@ -20,6 +20,8 @@ PYTHON: Final = MODEL / "adapters" / "python"
 LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_cpu_loras": 2}
 TRANSFER: Final = ["auto"]
 """Who copies, in jobs that don't say: the first entry."""
+PATIENCE: Final = {"register_ms": 20000.0, "bind_ms": 2000.0, "acquire_ms": 10000.0, "load_ms": 20000.0, "store_ms": 20000.0}
+"""Who is slow here is not wrong; and the first engine waits for the transfer process, which takes seconds to come up."""
 TIE: Final = 0.26
 """Largest difference of two logits that bfloat16 can turn around: two steps at their magnitude (16 to 32)."""
 TAIL: Final = 9
@@ -122,8 +124,7 @@ def ask(prompt: Sequence[int], **more: Any) -> dict[str, Any]:
 
 def job(gateway: Gateway | None, steps: list[dict[str, Any]], model: Path = MODEL, **more: Any) -> dict[str, Any]:
     """A job on the small model, eager, with FlashAttention; ``more``: options, and ``extra`` for the connector."""
-    # The first engine waits for the transfer process, which takes seconds to come up.
-    extra = {"transfer": TRANSFER[0], "register_ms": 20000.0} | more.pop("extra", {})
+    extra = {"transfer": TRANSFER[0], **PATIENCE} | more.pop("extra", {})
     options = {"enforce_eager": True, "attention_backend": "FLASH_ATTN"} | more
     connector = None if gateway is None else {"endpoint": gateway.endpoint} | extra
     return {"model": str(model), "options": options, "connector": connector, "steps": steps}
