@@ -7,17 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import structlog
-
 from .backend import StorageUnavailable
-from .lmcache_wire import Code, FrameReader, Op, WireError, frame
+from .child_connection import ChildConnection, fail
+from .lmcache_wire import Code, Op, WireError
 
 # What a call keeps back of its deadline for the way there and back, so that a partial answer still arrives in time.
 _MARGIN_SHARE = 0.2
 _MAX_MARGIN_S = 0.02
-_NO_REPLY = 0
-
-_log = structlog.get_logger(__name__)
 
 
 class DeadlinePassed(StorageUnavailable):
@@ -38,16 +34,15 @@ class _Call:
             self.places.release()
 
 
-class StorageConnection(asyncio.Protocol):
+class StorageConnection(ChildConnection):
     """One connection. When it is lost every call under way fails at once, and ``lost`` is set."""
 
+    nonsense = "storage_process_spoke_nonsense"
+
     def __init__(self, max_calls: int) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._reader = FrameReader()
+        super().__init__()
         self._calls: dict[int, _Call] = {}
         self._places = asyncio.Semaphore(max_calls)
-        self._next_id = _NO_REPLY
-        self.lost = asyncio.Event()
         self.deadlines_passed = 0
 
     @property
@@ -82,13 +77,14 @@ class StorageConnection(asyncio.Protocol):
             if places is not None:
                 places.release()
             raise StorageUnavailable("the storage process is gone")
-        self._next_id += 1
-        request_id = self._next_id
         call = _Call(loop.create_future(), late, places)
         left_s = ends_at - loop.time()
         budget_s = max(0.0, left_s - min(_MAX_MARGIN_S, _MARGIN_SHARE * left_s))
-        self._send(request_id, op, budget_s, body)
-        self._calls[request_id] = call
+        try:
+            self._calls[self._send(op, budget_s, body)] = call
+        except WireError as error:
+            call.ended()
+            raise StorageUnavailable(f"a storage call that is too large: {error}") from None
         try:
             async with asyncio.timeout_at(ends_at):
                 return await call.future
@@ -100,49 +96,13 @@ class StorageConnection(asyncio.Protocol):
             self._caller_gone(call)
             raise
 
-    def post(self, op: Op, body: object) -> None:
-        """Send a request that is not answered."""
-        if not self.lost.is_set():
-            self._send(_NO_REPLY, op, 0.0, body)
-
-    def close(self) -> None:
-        """Drop the connection."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Asyncio: the connection is up."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Asyncio: bytes came."""
-        try:
-            for message in self._reader.feed(data):
-                self._answer(message)
-        except WireError as error:
-            _log.error("storage_process_spoke_nonsense", reason=str(error))
-            self.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Asyncio: the connection is gone."""
-        del exc
-        self.lost.set()
+    def _fail_all(self) -> None:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.ended()
-            if not call.future.done():
-                call.future.set_exception(StorageUnavailable("the storage process is gone"))
-                call.future.exception()  # read once, so that nobody is told of it who no longer waits
+            fail(call.future, StorageUnavailable("the storage process is gone"))
 
-    def _send(self, request_id: int, op: Op, budget_s: float, body: object) -> None:
-        assert self._transport is not None
-        self._transport.write(frame([request_id, int(op), int(budget_s * 1000), body]))
-
-    def _answer(self, message: list[Any]) -> None:
-        if len(message) != 3:
-            raise WireError("a message that is not an answer")
-        request_id, code, body = message
+    def _answer(self, request_id: int, code: Any, body: Any) -> None:
         call = self._calls.pop(request_id, None)
         if call is None:
             raise WireError("an answer to nothing that was asked")
