@@ -24,7 +24,8 @@ import torch
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 from bench import records
-from kvgate_kernels import ChunkMove, Codec, Packer, PageGeometry, PageLayout, PayloadGeometry
+from kvgate.screen.measure import through_pages
+from kvgate_kernels import Codec, PageGeometry, PageLayout, PayloadGeometry
 
 MODEL = records.ROOT / "tests" / "models" / "docs-llama-7m"
 PREFIX, SCORED, CHUNK, BLOCK = 2048, 1024, 256, 32
@@ -35,29 +36,11 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 def through_kernels(layers: Layers, codec: Codec) -> tuple[Layers, float]:
     """Stored in payloads and restored through real pages; also the payload's size against raw."""
-    heads, tokens, dim = layers[0][0].shape
+    heads, _, dim = layers[0][0].shape
+    restored = through_pages(torch.stack([torch.stack(layer) for layer in layers]), CHUNK, codec.value)
     pages = PageGeometry(PageLayout.CPU_VEC, len(layers), heads, dim, BLOCK, "bfloat16")
-    raw, coded = PayloadGeometry.of(pages, CHUNK), PayloadGeometry.of(pages, CHUNK, codec)
-    per_chunk, chunks = CHUNK // BLOCK, tokens // CHUNK
-    tensors = [torch.zeros(2 * chunks * per_chunk, heads, BLOCK, 2 * dim, dtype=torch.bfloat16) for _ in layers]
-    mover, store = Packer(pages, raw, tensors), Packer(pages, coded, tensors)
-    restored = []
-    for chunk in range(chunks):
-        part = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
-        stacked = torch.stack([torch.stack([key[:, part], value[:, part]]) for key, value in layers])
-        first = list(range(chunk * per_chunk, (chunk + 1) * per_chunk))
-        second = [block + chunks * per_chunk for block in first]
-        payload, back = bytearray(coded.payload_bytes), bytearray(raw.payload_bytes)
-        plain = bytearray(stacked.view(torch.uint8).numpy().tobytes())
-        mover.unpack([ChunkMove(memoryview(plain), first)])
-        store.pack([ChunkMove(memoryview(payload), first)])
-        store.unpack([ChunkMove(memoryview(payload), second)])
-        mover.pack([ChunkMove(memoryview(back), second)])
-        restored.append(torch.frombuffer(back, dtype=torch.bfloat16).view(stacked.shape))
-    mover.close()
-    store.close()
-    whole = torch.cat(restored, dim=3)
-    return [(layer[0], layer[1]) for layer in whole], coded.payload_bytes / raw.payload_bytes
+    size = PayloadGeometry.of(pages, CHUNK, codec).payload_bytes / PayloadGeometry.of(pages, CHUNK).payload_bytes
+    return [(layer[0], layer[1]) for layer in restored], size
 
 
 def quantised(rows: torch.Tensor, bits: int, group: int) -> torch.Tensor:

@@ -125,13 +125,20 @@ class ReferenceBackend:
 
     def gather(self, moves: Sequence[CheckedGather], rotations: Sequence[Rotation] | None) -> None:
         """See ``Backend``."""
-        for index, move in enumerate(moves):
-            target = move.bytes_tensor(self._payload.payload_bytes)
-            gather_chunk(self._pages, self._payload, move.slots, rotations[index] if rotations else None, target)
+        gather_chunks(self._pages, self._payload, moves, rotations)
 
     def close(self) -> None:
         """See ``Backend``."""
         self._executor.shutdown(wait=True)
+
+
+def gather_chunks(
+    pages: PageSet, payload: PayloadGeometry, moves: Sequence[CheckedGather], rotations: Sequence[Rotation] | None
+) -> None:
+    """Chosen tokens into raw payloads, in torch; one rotation a move, or none at all."""
+    for index, move in enumerate(moves):
+        target = move.bytes_tensor(payload.payload_bytes)
+        gather_chunk(pages, payload, move.slots, rotations[index] if rotations else None, target)
 
 
 def payload_digest(payload: torch.Tensor) -> bytes:

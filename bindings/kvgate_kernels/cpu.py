@@ -11,12 +11,11 @@ from functools import partial
 
 from blake3 import blake3
 
-from kvgate_kernels.backend import Backend, BackendFactory, Options
+from kvgate_kernels.backend import Backend, BackendFactory, Options, gather_chunks
 from kvgate_kernels.geometry import Codec, PayloadGeometry
 from kvgate_kernels.moves import CheckedGather, CheckedMove
 from kvgate_kernels.native import TARGETS, CpuLibrary, Job, load_cpu_library
 from kvgate_kernels.pages import PageSet
-from kvgate_kernels.reference import gather_chunk
 from kvgate_kernels.rope import Rotation
 
 INLINE_BYTES = 512 << 10
@@ -104,9 +103,7 @@ class CpuBackend:
 
     def gather(self, moves: Sequence[CheckedGather], rotations: Sequence[Rotation] | None) -> None:
         """See ``Backend``. In torch: token-dropping transforms are rare on CPU engines, and bound by reading pages once."""
-        for index, move in enumerate(moves):
-            target = move.bytes_tensor(self._payload.payload_bytes)
-            gather_chunk(self._pages, self._payload, move.slots, rotations[index] if rotations else None, target)
+        gather_chunks(self._pages, self._payload, moves, rotations)
 
     def close(self) -> None:
         """See ``Backend``."""

@@ -101,6 +101,12 @@ class Window:
         return self.prompt[min(len(source), self.positions[0]) :]
 
 
+def check_ratio(ratio: Fraction) -> None:
+    """Raise ``TransformError`` where no such share of the source's tokens can be kept."""
+    if not 0 < ratio <= 1:
+        raise TransformError(f"ratio must be above 0 and at most 1, got {ratio}")
+
+
 class Transform(Protocol):
     """A token-dropping transform: its name, its version, its settings, and one decision.
 

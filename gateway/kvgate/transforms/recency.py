@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from kvgate.transforms.base import PrefixKv, TransformError, Window
+from kvgate.transforms.base import PrefixKv, TransformError, Window, check_ratio
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,7 @@ class Recency:
     uses_query = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise TransformError(f"ratio must be above 0 and at most 1, got {self.ratio}")
+        check_ratio(self.ratio)
         if self.anchors < 0:
             raise TransformError(f"anchors must not be negative, got {self.anchors}")
 

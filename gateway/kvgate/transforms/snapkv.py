@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from kvgate.transforms.base import MAX_WINDOW_TOKENS, PrefixKv, TransformError, Window
+from kvgate.transforms.base import MAX_WINDOW_TOKENS, PrefixKv, TransformError, Window, check_ratio
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,7 @@ class SnapKV:
     uses_query = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise TransformError(f"ratio must be above 0 and at most 1, got {self.ratio}")
+        check_ratio(self.ratio)
         if not 1 <= self.window <= MAX_WINDOW_TOKENS:
             raise TransformError(f"window must be from 1 to {MAX_WINDOW_TOKENS}, got {self.window}")
         if self.pooling not in POOLING:
