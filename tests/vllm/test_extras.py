@@ -1,13 +1,12 @@
-"""Multimodal items and prompt embeddings in the chain, with vLLM's own requests and items.
+"""The content of every multimodal item must be in the chunks it reaches into, and in what vLLM's own caches go by.
 
 No multimodal model is at hand, so no engine runs one here: requests are built as vLLM's engine core builds them, of the classes that
-a processor's output arrives in. Prompt embeddings run through a real engine.
+a processor's output arrives in.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,81 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.multimodal.inputs import (
-    MultiModalBatchedField,
-    MultiModalFeatureSpec,
-    MultiModalFieldElem,
-    MultiModalKwargsItem,
-    PlaceholderRange,
-)
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.request import Request
 
 from kvgate.contract.address import chunk_chain
 from kvgate_vllm import block_hash, extras
-from kvgate_vllm.block_hash import Construction, constructing
-from kvgate_vllm.extras import chunk_digests, preprocessing_digest
-from kvgate_vllm.state import Adapter, Artifact, EngineState, pin_of
-from tests.vllm.connector_support import ask_all, connected, forget_local, settle
-from tests.vllm.engine import prompt_tokens
-from tests.vllm.gateway import gateway
-from vllm import SamplingParams
-
-KEY = b"k" * 32
-CHUNK = 16
-PROMPT = 4 * CHUNK
-
-
-def image(value: float = 1.0, **more: Any) -> MultiModalKwargsItem:
-    """A processed image: pixels and a grid."""
-    fields = {"pixel_values": torch.full((3, 8, 8), value), "grid": torch.tensor([1, 8, 8])} | more
-    return MultiModalKwargsItem(
-        {name: MultiModalFieldElem(data=data, field=MultiModalBatchedField()) for name, data in fields.items()}
-    )
-
-
-def feature(
-    data: Any = None, *, identifier: str = "0" * 64, offset: int = 20, length: int = 4, **more: Any
-) -> MultiModalFeatureSpec:
-    """One item of a request."""
-    return MultiModalFeatureSpec(
-        data=image() if data is None else data,
-        modality=more.pop("modality", "image"),
-        identifier=identifier,
-        mm_position=PlaceholderRange(offset=offset, length=length, **more),
-        mm_hash=identifier,
-    )
-
-
-def request_with(
-    *features: MultiModalFeatureSpec,
-    state: EngineState | None = None,
-    adapter: Adapter | None = None,
-    tokens: list[int] | None = None,
-    **more: Any,
-) -> Request:
-    """A request, built as the engine core does."""
-    with constructing(Construction(state or EngineState(), adapter)):
-        made = Request("r", tokens or [9] * PROMPT, SamplingParams(max_tokens=1), None, mm_features=list(features), **more)
-        block_hash.pin(made)
-    return made
-
-
-def digests(request: Request) -> list[bytes]:
-    """``t`` of each chunk."""
-    pin = pin_of(request)
-    assert pin is not None
-    assert pin.reason is None, pin.reason
-    return chunk_digests(pin.inputs, KEY, request.all_token_ids, CHUNK, 0, request.num_tokens // CHUNK)
-
-
-def reason(request: Request) -> str | None:
-    """Why it is uncacheable."""
-    state = EngineState()
-    return state.uncacheable_reason(request)
-
-
-PLAIN = digests(request_with())
+from kvgate_vllm.extras import preprocessing_digest
+from kvgate_vllm.state import Adapter, Artifact, EngineState
+from tests.vllm.extras_support import CHUNK, KEY, PLAIN, PROMPT, digests, feature, image, request_with
 
 
 def test_a_request_of_tokens_only_keeps_its_digests() -> None:
@@ -177,94 +108,6 @@ def test_an_adapter_a_salt_and_images_together_are_all_apart() -> None:
     assert len(local) == count
 
 
-# Uncacheable by name
-
-
-def with_data(**changes: Any) -> Callable[[], MultiModalFeatureSpec]:
-    """An item one of whose fields is something else."""
-    return lambda: feature(image(**changes))
-
-
-def contentless() -> MultiModalFeatureSpec:
-    """An item whose content vLLM kept elsewhere."""
-    made = feature()
-    made.data = None
-    return made
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (contentless, "without its content"),
-        (lambda: feature(MultiModalKwargsItem({})), "without its content"),
-        (with_data(pixel_values=None), "without its content"),
-        (with_data(pixel_values=[torch.ones(2), None]), "without its content"),
-        (with_data(address=torch.tensor(7)), "shared memory"),
-        (with_data(pixel_values=object()), "no tensor"),
-        (with_data(pixel_values=torch.ones(2, device="meta")), "host memory"),
-        (with_data(pixel_values=torch.eye(2).to_sparse()), "host memory"),
-        (lambda: feature(offset=-1), "does not lie in the prompt"),
-        (lambda: feature(length=0), "does not lie in the prompt"),
-        (lambda: feature(offset=PROMPT - 1, length=2), "does not lie in the prompt"),
-    ],
-)
-def test_an_item_that_cannot_be_digested_is_uncacheable_by_name(make: Callable[[], Any], says: str) -> None:
-    """Missing, partial or unreachable content, and a place outside the prompt: uncacheable, and the request runs all the same."""
-    made = request_with(make())
-    pin = pin_of(made)
-    assert pin is not None
-    assert pin.inputs is None
-    assert says in str(pin.reason)
-    assert says in str(reason(made))
-
-
-def test_one_bad_item_among_good_ones_is_enough() -> None:
-    """A request is as cacheable as the least of its items."""
-    assert reason(request_with(feature(), contentless()))
-
-
-def test_inputs_beyond_the_limit_are_uncacheable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would take long to hash is not cached."""
-    monkeypatch.setattr(extras, "MAX_INPUT_BYTES", 100)
-    assert "larger than" in str(reason(request_with(feature())))
-    assert "larger than" in str(reason(request_with(prompt_embeds=torch.ones(PROMPT, 8))))
-
-
-def test_a_nest_without_end_is_refused() -> None:
-    """Nested lists are followed to a limit."""
-    value: Any = torch.ones(1)
-    for _ in range(20):
-        value = [value]
-    assert "nested" in str(reason(request_with(feature(image(pixel_values=value)))))
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"multimodal_config": SimpleNamespace(video_pruning_rate=0.5)}, "pruned"),
-        ({"multimodal_config": SimpleNamespace(mm_encoder_fp8_scale_path="x")}, "scales"),
-        ({"is_mm_prefix_lm": True}, "whole item"),
-    ],
-)
-def test_engines_whose_items_are_not_covered(config: dict[str, Any], says: str) -> None:
-    """On an engine that prunes items, or takes values from elsewhere, requests with items are uncacheable and others are not."""
-    found = extras.inputs_reason(SimpleNamespace(model_config=SimpleNamespace(**config)))
-    assert found is not None
-    assert says in found
-    state = EngineState()
-    state.inputs_reason = found
-    with_item, without = request_with(feature(), state=state), request_with(state=state)
-    assert state.uncacheable_reason(with_item) == found
-    assert state.uncacheable_reason(without) is None
-
-
-def test_encoder_outputs_from_elsewhere_are_not_covered() -> None:
-    """An engine that takes encoder outputs from another one does not know what they are of."""
-    config = SimpleNamespace(model_config=SimpleNamespace(), ec_transfer_config=object())
-    assert extras.inputs_reason(config) == "encoder outputs of other engines are not covered"
-    assert extras.inputs_reason(SimpleNamespace(model_config=SimpleNamespace(), ec_transfer_config=None)) is None
-
-
 def test_items_are_hashed_once_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """An item that vLLM keeps over several requests is hashed once, anew after a write to it, and forgotten with it."""
     item, calls = image(), 0
@@ -285,9 +128,6 @@ def test_items_are_hashed_once_while_they_live(monkeypatch: pytest.MonkeyPatch) 
     del item
     gc.collect()
     assert len(extras._known) < before
-
-
-# vLLM's own caches
 
 
 def test_items_get_identifiers_of_their_content() -> None:
@@ -344,63 +184,6 @@ def test_block_hashes_hold_the_content() -> None:
     assert one == again != two
 
 
-# Prompt embeddings
-
-
-def embedded(rows: torch.Tensor, **more: Any) -> Request:
-    """A request of embeddings."""
-    tokens = more.pop("tokens", None)
-    with constructing(Construction(EngineState())):
-        made = Request("r", tokens, SamplingParams(max_tokens=1), None, prompt_embeds=rows, **more)
-        block_hash.pin(made)
-    return made
-
-
-def test_embeddings_are_in_their_chunk_and_common_prefixes_share() -> None:
-    """One changed bit of a row changes its chunk and no chunk before; embeddings never share with tokens."""
-    rows = torch.randn(PROMPT, 8)
-    changed = rows.clone()
-    changed.view(torch.int32)[2 * CHUNK, 7] ^= 1
-    one, other = digests(embedded(rows)), digests(embedded(changed))
-    assert [a == b for a, b in zip(one, other, strict=True)] == [True, True, False, True]
-    assert not set(one) & set(PLAIN)
-    assert not set(one) & set(digests(request_with(tokens=[0] * PROMPT)))
-
-
-def test_rows_do_not_run_into_each_other() -> None:
-    """The same numbers in another shape or dtype are other embeddings."""
-    numbers = torch.arange(PROMPT * 8, dtype=torch.float32)
-    first = digests(embedded(numbers.reshape(PROMPT, 8)))[0]
-    assert first != digests(embedded(numbers.reshape(2 * PROMPT, 4)))[0]
-    assert first != digests(embedded(numbers.reshape(PROMPT, 8).view(torch.int32)))[0]
-
-
-def test_which_positions_are_tokens_is_identity() -> None:
-    """In a prompt of both, the mask is in the chunk, and so are tokens where it says so."""
-    rows = torch.zeros(PROMPT, 8)
-    masks = [[True] * CHUNK + [False] * (PROMPT - CHUNK), [True] * (CHUNK + 1) + [False] * (PROMPT - CHUNK - 1)]
-    tokens = [9] * PROMPT
-    one, other = (digests(embedded(rows, tokens=tokens, prompt_is_token_ids=mask)) for mask in masks)
-    assert one[0] == other[0]
-    assert one[1] != other[1]
-    third = digests(embedded(rows, tokens=[8, *tokens[1:]], prompt_is_token_ids=masks[0]))
-    assert third[0] != one[0]
-
-
-@pytest.mark.parametrize("rows", [torch.zeros(PROMPT), torch.zeros(PROMPT, 2, 2), torch.zeros(PROMPT, 0)])
-def test_embeddings_of_another_form_are_uncacheable(rows: torch.Tensor) -> None:
-    """Anything but one row a position is not understood."""
-    assert "form" in str(reason(embedded(rows)))
-
-
-def test_a_mask_without_values_is_uncacheable() -> None:
-    """Positions said to be embedded need their embeddings."""
-    assert "without their values" in str(reason(request_with(prompt_is_token_ids=[True] * PROMPT)))
-
-
-# The model contract
-
-
 def model_config(vision: dict[str, Any], **settings: Any) -> Any:
     """As much of a configuration as preprocessing depends on."""
     outer = {"_name_or_path": "/a", "vision_config": {"_name_or_path": "/b", "depth": 2} | vision, "text_config": {"x": 1}}
@@ -426,34 +209,3 @@ def test_preprocessing_is_in_the_model_contract() -> None:
         preprocessing_digest(model_config({}, mm_encoder_tp_mode="data")),
     ]
     assert len({plain, *others}) == 4
-
-
-@pytest.mark.timeout(300)
-def test_embeddings_are_restored_by_a_real_engine() -> None:
-    """A prompt of embeddings is stored and restored with the text of the engine's own prefix cache; one changed row misses from its
-    chunk on, and the tokens that the embeddings are of share nothing with them."""
-    with gateway() as process, connected(process, enable_prompt_embeds=True) as engine:
-        tokens = prompt_tokens(600)
-        rows = engine.model.model.embed_tokens(torch.tensor(tokens)).detach().clone()
-
-        def ask(embeds: torch.Tensor) -> tuple[tuple[int, ...], int, int]:
-            output = engine.llm.generate(
-                [{"prompt_embeds": embeds}], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False
-            )[0]
-            settle(engine)
-            restored = (output.kv_transfer_params or {})["kvgate"]["restored_tokens"]
-            return tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0, restored
-
-        assert ask(rows)[1:] == (0, 0)
-        local = ask(rows)
-        assert (local[1], local[2]) == (576, 0)
-        forget_local(engine)
-        assert ask_all(engine, [tokens])[0].restored == 0
-        forget_local(engine)
-        restored = ask(rows)
-        assert restored[1:] == (512, 512)
-        assert restored[0] == local[0]
-        forget_local(engine)
-        changed = rows.clone()
-        changed[300, 0] += 1
-        assert ask(changed)[2] == 256

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,22 +35,23 @@ from kvgate.protocol.page_messages import (
 from kvgate.transfer.gate import PLACES, Gate, MoverGate
 from kvgate_kernels import PageGeometry, PageLayout
 from kvgate_kernels.export import export_pages
-from kvgate_vllm import loading
 from kvgate_vllm.jobs import Job, JobThread
 from kvgate_vllm.metadata import LoadOp, StoreOp
-from kvgate_vllm.page_export import Attachment, lend
+from kvgate_vllm.page_export import Attachment
 from kvgate_vllm.page_transfers import PIECE_BYTES, GatewayTransfers
-from kvgate_vllm.settings import ConnectorSettings, SettingsError
-from kvgate_vllm.state import engine_state
-from kvgate_vllm.step_order import StepOrder
 from kvgate_vllm.transfer import Deadlines
 from tests.client.server import WELCOME, ScriptedGateway
 
 GEOMETRY = PageGeometry(PageLayout.CPU_VEC, layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="bfloat16")
+
 LEASE = b"secret lease".ljust(32, b".")
+
 ATTACHED = PagesAttached(worker=os.getpid(), mover=os.getpid())
+
 LOST = Failure(code="unavailable", field="pages", problem="scripted", remedy="none")
+
 REFUSED = Failure(code="denied", field="-", problem="scripted", remedy="none")
+
 WAIT_S = 10.0
 
 Script = Callable[[Record], "Record | None"]
@@ -368,66 +368,3 @@ def test_a_copy_that_was_cut_off_is_over_with_its_process() -> None:
         taking.join(WAIT_S)
         assert not taking.is_alive()
         assert gate.cut_off(place)
-
-
-@pytest.mark.parametrize(("transfer", "lent"), [("worker", False), ("auto", False), ("gateway", True)])
-def test_on_a_cpu_pages_are_lent_only_where_asked_for(transfer: str, lent: bool) -> None:
-    """There a worker's own copies are as good, and moving its pages to shared memory has a price."""
-    assert (lend(transfer, GEOMETRY, pages()) is not None) is lent
-
-
-def test_a_cpu_step_needs_no_mark() -> None:
-    """It is through when it returns."""
-    order = StepOrder(torch.device("cpu"), shared=True)
-    assert order.mark() is None
-    with order.behind(None):
-        pass
-
-
-def test_who_copies_is_one_of_three_words() -> None:
-    """Anything else is refused by name."""
-    assert ConnectorSettings.of({}).transfer == "auto"
-    assert ConnectorSettings.of({"transfer": "gateway"}).transfer == "gateway"
-    for wrong in ("", "Gateway", 1, None):
-        with pytest.raises(SettingsError, match="transfer"):
-            ConnectorSettings.of({"transfer": wrong})
-
-
-def test_drained_jobs_have_ended() -> None:
-    """What waits runs to its end; what does not end is cancelled, and said so while it still runs."""
-    thread, go_on = JobThread("test", 4), threading.Event()
-    ran: list[str] = []
-    assert thread.submit(Job("a", lambda _job: ran.append("a")))
-    assert thread.drain(WAIT_S)
-    assert ran == ["a"]
-    assert thread.submit(Job("b", lambda job: ran.append("cancelled" if go_on.wait(WAIT_S) and job.cancelled else "b")))
-    assert not thread.drain(0.05)
-    go_on.set()
-    thread.close(WAIT_S)
-    assert ran == ["a", "cancelled"]
-
-
-@pytest.mark.parametrize("name", ["sleep", "discard"])
-def test_copies_end_before_an_engine_frees_its_pages(name: str) -> None:
-    """Whatever the level: the connector is called first, and only an engine with our connector has one."""
-    events: list[str] = []
-
-    class Worker:
-        def __init__(self, connector: str) -> None:
-            self.vllm_config = SimpleNamespace(
-                parallel_config=type("ParallelConfig", (), {})(),
-                kv_transfer_config=SimpleNamespace(kv_connector=connector, kv_connector_extra_config={}),
-            )
-
-        def free(self, level: int = 1) -> str:
-            events.append(f"freed at {level}")
-            return "result"
-
-    setattr(Worker, name, Worker.free)
-    loading._wrap_freeing(Worker, name)
-    loading._wrap_freeing(Worker, name)  # once is enough
-    worker = Worker("KVGateConnector")
-    engine_state(worker.vllm_config).on_pages_going.append(lambda: events.append("drained"))
-    assert getattr(worker, name)(level=1) == "result"
-    assert getattr(Worker("AnotherConnector"), name)(2) == "result"
-    assert events == ["drained", "freed at 1", "freed at 2"]

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from demo.reference import ReferenceModel
 from kvgate.client.artifacts import Artifact, VariantCapability
@@ -28,7 +27,20 @@ from tests.vllm.connector_support import (
 )
 from tests.vllm.engine import BLOCK_TOKENS, MODEL, Engine, EnginePool, prompt_tokens
 from tests.vllm.gateway import GatewayProcess, gateway
-from tests.vllm.variant_support import TAIL, TOKENS, Outcome, add_input, ask, input_outputs, stranger, with_capability
+from tests.vllm.variant_support import (
+    TAIL,
+    TOKENS,
+    add_input,
+    add_variant,
+    ask,
+    assert_decoded_from,
+    assert_failed,
+    input_outputs,
+    run,
+    stranger,
+    with_capability,
+    wrong_requests,
+)
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -94,29 +106,6 @@ def capability(artifact: Artifact, sdk: Gateway, engine: Engine) -> VariantCapab
 def reference() -> ReferenceModel:
     """Another implementation of the model."""
     return ReferenceModel(MODEL)
-
-
-def assert_decoded_from(artifact: Artifact, outcome: Outcome, reference: ReferenceModel, tail: Sequence[int] = TAIL) -> None:
-    """The text must be what another implementation decodes from the artifact as it was before it was stored, but for ties."""
-    assert outcome.finish == "length", outcome.error
-    wanted = reference.decode(
-        torch.from_numpy(artifact.keys),
-        torch.from_numpy(artifact.values),
-        tail,
-        len(outcome.reply.tokens),
-        outcome.reply.tokens,
-    )
-    for at, (token, expected) in enumerate(zip(outcome.reply.tokens, wanted.tokens, strict=True)):
-        assert token == expected or wanted.gaps[at] <= TIE, f"token {at}: gap {wanted.gaps[at]}"
-
-
-def assert_failed(engine: Engine, outcome: Outcome, reason: str) -> None:
-    """It ended with this reason, gave no token, and took nothing from a cache."""
-    assert outcome.finish == "error"
-    assert outcome.reply.tokens == ()
-    assert outcome.error == f"kvgate: the variant can't be served: {reason}. Send the full prompt instead."
-    assert outcome.reply.kvgate["outcome"] == "variant failed"
-    assert not engine.core.scheduler.has_requests()
 
 
 def test_served_from_the_artifact_and_apart_from_ordinary_prompts(
@@ -207,51 +196,6 @@ def test_nothing_of_a_variant_request_is_stored(
     assert told["restored_tokens"] <= TOKENS  # those of an ordinary prompt of the ids themselves, computed in another test
 
 
-def wrong_requests(
-    capability: VariantCapability, artifact: Artifact
-) -> list[tuple[str, list[int], dict[str, Any], str, str | None]]:
-    """Name, prompt, kv_transfer_params, reason, salt."""
-    prompt, kv = with_capability(capability)
-    text = capability.hex
-
-    def flipped(at: int) -> dict[str, Any]:
-        data = bytearray(capability.data)
-        data[at] ^= 1
-        return {"kvgate_variant": data.hex()}
-
-    not_good, malformed = "its capability is not good here", "its capability is malformed"
-    other_ids = [*prompt[:10], (prompt[10] + 1) % 4000, *prompt[11:]]
-    cases: list[tuple[str, list[int], Any, str, str | None]] = [
-        ("no hex", prompt, "z" * len(text), malformed, None),
-        ("short", prompt, text[:-2], malformed, None),
-        ("long", prompt, text + "00", malformed, None),
-        ("empty", prompt, "", malformed, None),
-        ("none", prompt, None, malformed, None),
-        ("a number", prompt, 7, malformed, None),
-        ("bytes in a list", prompt, [text], malformed, None),
-        ("zeros", prompt, "00" * len(capability.data), malformed, None),
-        ("too short a prompt", prompt[:TOKENS], text, "the prompt must go on after the variant's tokens", None),
-        ("half the prompt", prompt[:CHUNK], text, "the prompt must go on after the variant's tokens", None),
-        ("another token", other_ids, text, "the prompt does not begin with the variant's tokens", None),
-        (
-            "another salt",
-            prompt,
-            text,
-            "its capability is of another model, adapter, salt or stored form",
-            "another",
-        ),
-    ]
-    named = [(name, ids, {"kvgate_variant": value}, reason, salt) for name, ids, value, reason, salt in cases]
-    # Scope, expiry, manifest, scope key, root, end and MAC, one bit each; the first two bytes make another form of it.
-    for at in (1, 6, 14, 50, 80, 110, 142, -1):
-        reason = malformed if at == 1 and capability.data[1] else not_good
-        named.append((f"bit of byte {at}", prompt, flipped(at), reason, None))
-    unknown = "the request asks for something that this version of kvgate does not know"
-    named.append(("an unknown wish", prompt, {"kvgate_cartridge": text}, unknown, None))
-    named.append(("an unknown wish beside", prompt, kv | {"kvgate_variants": text}, unknown, None))
-    return named
-
-
 def test_wrong_capabilities_fail_their_request_alone(
     engine: Engine, capability: VariantCapability, artifact: Artifact, reference: ReferenceModel
 ) -> None:
@@ -259,7 +203,7 @@ def test_wrong_capabilities_fail_their_request_alone(
     prompt, kv = with_capability(capability)
     ordinary = prompt_tokens(100, file=3)
     wanted = ask(engine, [(ordinary, None)])[0].reply.tokens
-    for name, ids, wrong, reason, salt in wrong_requests(capability, artifact):
+    for name, ids, wrong, reason, salt in wrong_requests(capability):
         if salt is not None:
             outcomes = [*ask(engine, [(ids, wrong)], salt=salt), *ask(engine, [(prompt, kv), (ordinary, None)])]
         else:
@@ -328,28 +272,6 @@ def test_damaged_artifacts_fail_every_request_that_relies_on_them(
     assert ask(engine, [(prompt, None)])[0].reply.tokens == plain.tokens
     anew = sdk.publish(artifact)
     assert_decoded_from(artifact, ask(engine, [with_capability(anew)])[0], reference)
-
-
-def add_variant(engine: Engine, prompt: Sequence[int], kv: dict[str, Any], max_tokens: int = 60) -> Any:
-    """Hand a request to the engine core without running it; returns vLLM's ``Request``."""
-    from vllm import SamplingParams
-
-    known = set(engine.core.scheduler.requests)
-    parameters = SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, extra_args={"kv_transfer_params": kv}
-    )
-    engine.llm.llm_engine.add_request("variant", {"prompt_token_ids": list(prompt)}, parameters)
-    (name,) = set(engine.core.scheduler.requests) - known
-    return engine.core.scheduler.requests[name]
-
-
-def run(engine: Engine, until: Any) -> list[Any]:
-    """Step until ``until()``; what came out."""
-    outputs, deadline = [], time.monotonic() + 30
-    while not until():
-        assert time.monotonic() < deadline, "the engine did not get there"
-        outputs += engine.llm.llm_engine.step()
-    return outputs
 
 
 def test_a_preempted_request_is_loaded_again(engine: Engine, capability: VariantCapability) -> None:
