@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from kvgate.client.artifacts import Prefix
 from kvgate.client.sdk import Gateway
-from tests.client.sdk_engine import GatewayThread, SdkEngine, config
+from tests.client.sdk_engine import GatewayThread, SdkEngine, running_gateway
 from tests.client.sdk_kit import TOKENS
 
 
 @pytest.fixture(scope="package")
 def gateway() -> Iterator[GatewayThread]:
     """One gateway for this folder."""
-    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
-    running = GatewayThread(config(folder)).start()
-    yield running
-    running.stop()
-    shutil.rmtree(folder)
+    with running_gateway() as running:
+        yield running
 
 
 @pytest.fixture(scope="package")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -32,13 +35,13 @@ from kvgate.protocol.messages import (
     OpenEngine,
     RegisterAdapter,
     Registered,
-    RegisterWorker,
     Release,
     Reserve,
     Reserved,
     WrittenPayload,
 )
 from tests.daemon import makers
+from tests.daemon.conftest import small_config
 
 WAIT_S = 20.0
 Floats = NDArray[np.float32]
@@ -69,6 +72,18 @@ class GatewayThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_S)
         self._loop.close()
+
+
+@contextmanager
+def running_gateway(folder: Path | None = None, **settings: Any) -> Iterator[GatewayThread]:
+    """A gateway with the small settings of these tests and ``settings``, in ``folder`` or one of its own; both are gone afterwards."""
+    folder = folder or Path(tempfile.mkdtemp(prefix="kvg-"))
+    running = GatewayThread(config(folder, **settings)).start()
+    try:
+        yield running
+    finally:
+        running.stop()
+        shutil.rmtree(folder)
 
 
 class SdkEngine:
@@ -123,12 +138,10 @@ class SdkEngine:
             made.append((drawn.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32))
         return made[0], made[1]
 
-    def store(self, tokens: Sequence[int], *, adapter: bytes | None = None, salt: str | None = None) -> tuple[Floats, Floats]:
-        """Compute and store a prompt's whole chunks, as vLLM's workers do; its KV."""
-        step = self.form.chunk_tokens
-        keys, values = self.kv(tokens)
-        digests = token_digests(self.opened.token_key, tokens, step)
-        bind = Bind(
+    def bind(self, tokens: Sequence[int], *, adapter: bytes | None = None, salt: str | None = None) -> Bound:
+        """Bind an ordinary prompt's whole chunks."""
+        digests = token_digests(self.opened.token_key, tokens, self.form.chunk_tokens)
+        message = Bind(
             handle=self.handle,
             adapter=adapter,
             salt=salt_digest(self.opened.salt_key, salt),
@@ -137,10 +150,16 @@ class SdkEngine:
             manifest=None,
             tokens=b"".join(digests),
         )
-        lease = cast(Bound, self.scheduler.call(bind, WAIT_S)).lease
+        return cast(Bound, self.scheduler.call(message, WAIT_S))
+
+    def store(self, tokens: Sequence[int], *, adapter: bytes | None = None, salt: str | None = None) -> tuple[Floats, Floats]:
+        """Compute and store a prompt's whole chunks, as vLLM's workers do; its KV."""
+        step = self.form.chunk_tokens
+        keys, values = self.kv(tokens)
+        lease = self.bind(tokens, adapter=adapter, salt=salt).lease
         for client, place in zip(self.clients, self.plan.places, strict=True):
             rectangle = self.plan.rectangles[place.rectangle]
-            reserve = Reserve(lease=lease, chunks=tuple(range(len(digests))))
+            reserve = Reserve(lease=lease, chunks=tuple(range(len(tokens) // step)))
             reserved = cast(Reserved, client.call(reserve, WAIT_S))
             written = []
             for slot in reserved.slots:
@@ -175,17 +194,8 @@ def k16v8() -> Representation:
 
 
 def config(folder: Path, **settings: Any) -> Config:
-    """Small settings in ``folder``."""
-    values: dict[str, Any] = {
-        "state_dir": str(folder / "state"),
-        "data_dir": str(folder / "data"),
-        "backend": "memory",
-        "pool_bytes": 8 << 20,
-        "chunk_tokens": makers.CHUNK_TOKENS,
-        "adapter_wait_s": 0.3,
-        "drain_s": 1.0,
-    }
-    return Config(**(values | settings))
+    """The daemon tests' small settings in ``folder``, with room for a model's KV."""
+    return small_config(folder, **({"pool_bytes": 8 << 20} | settings))
 
 
 def refuse(call: Callable[[], Any]) -> Any:
@@ -197,6 +207,3 @@ def refuse(call: Callable[[], Any]) -> Any:
     except GatewayRefused as error:
         return error.failure
     raise AssertionError("it was not refused")
-
-
-__all__ = ["GatewayThread", "RegisterWorker", "SdkEngine", "config", "k16v8", "refuse"]

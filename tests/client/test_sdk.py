@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +18,7 @@ from kvgate.client.payloads import decode, encode
 from kvgate.client.sdk import ArtifactError, Gateway, GatewayRefused, GatewayUnavailable, NotStored
 from kvgate.contract.plan import PartitionPlan
 from kvgate.contract.representation import ComponentFormat
-from tests.client.sdk_engine import WAIT_S, GatewayThread, SdkEngine, config, k16v8
+from tests.client.sdk_engine import WAIT_S, GatewayThread, SdkEngine, k16v8, running_gateway
 from tests.client.sdk_kit import TOKENS, WHOLE, keep, same
 from tests.daemon import makers
 
@@ -336,44 +333,38 @@ def test_two_who_publish_one_thing_at_once_both_get_it(gateway: GatewayThread, s
 
 def test_codes_of_a_coded_gateway_are_the_artifacts() -> None:
     """Where values are stored in 8 bits, what is restored is the artifact coded once, and keys stay exact."""
-    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
-    running = GatewayThread(config(folder, codec="k16v8")).start()
-    engine = SdkEngine(running.socket, representation=k16v8())
-    keys, values = engine.store(TOKENS)
-    with Gateway(running.socket) as sdk:
-        coded = sdk.fetch(TOKENS)
-        assert np.array_equal(coded.keys, keys[:, :, :20])
-        assert np.allclose(coded.values, values[:, :, :20], atol=0.05)
-        artifact = keep(coded)
-        found = sdk.restore(sdk.publish(artifact))
-        whole = dataclasses.replace(engine.plan.rectangles[0], head_end=2)
-        parts = [slice(0, 4), slice(4, 8)]
-        wanted = [
-            decode(engine.form, whole, encode(engine.form, whole, artifact.keys[:, :, p], artifact.values[:, :, p]))
-            for p in parts
-        ]
-        assert np.array_equal(found[0], artifact.keys)
-        assert np.array_equal(found[1], np.concatenate([values for _, values in wanted], axis=2))
-        broken = dataclasses.replace(artifact, values=np.full_like(artifact.values, np.nan))
-        with pytest.raises(ArtifactError, match="NaN"):
-            sdk.publish(broken)
-        assert idle(running)
-    engine.close()
-    running.stop()
-    shutil.rmtree(folder)
+    with running_gateway(codec="k16v8") as running:
+        engine = SdkEngine(running.socket, representation=k16v8())
+        keys, values = engine.store(TOKENS)
+        with Gateway(running.socket) as sdk:
+            coded = sdk.fetch(TOKENS)
+            assert np.array_equal(coded.keys, keys[:, :, :20])
+            assert np.allclose(coded.values, values[:, :, :20], atol=0.05)
+            artifact = keep(coded)
+            found = sdk.restore(sdk.publish(artifact))
+            whole = dataclasses.replace(engine.plan.rectangles[0], head_end=2)
+            parts = [slice(0, 4), slice(4, 8)]
+            wanted = [
+                decode(engine.form, whole, encode(engine.form, whole, artifact.keys[:, :, p], artifact.values[:, :, p]))
+                for p in parts
+            ]
+            assert np.array_equal(found[0], artifact.keys)
+            assert np.array_equal(found[1], np.concatenate([values for _, values in wanted], axis=2))
+            broken = dataclasses.replace(artifact, values=np.full_like(artifact.values, np.nan))
+            with pytest.raises(ArtifactError, match="NaN"):
+                sdk.publish(broken)
+            assert idle(running)
+        engine.close()
 
 
 def test_an_artifact_that_does_not_fit_leaves_nothing_behind() -> None:
     """A pool too small for it: an error that says so, no capability, and no reservation left."""
-    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
-    running = GatewayThread(config(folder, pool_bytes=1 << 20)).start()
-    engine = SdkEngine(running.socket)
-    tokens = tuple(range(4 * 200))
-    keys, values = engine.kv(tokens)
-    with Gateway(running.socket) as sdk:
-        with pytest.raises((GatewayUnavailable, GatewayRefused)):
-            sdk.publish((keys, values, tokens))
-        assert idle(running)
-    engine.close()
-    running.stop()
-    shutil.rmtree(folder)
+    with running_gateway(pool_bytes=1 << 20) as running:
+        engine = SdkEngine(running.socket)
+        tokens = tuple(range(4 * 200))
+        keys, values = engine.kv(tokens)
+        with Gateway(running.socket) as sdk:
+            with pytest.raises((GatewayUnavailable, GatewayRefused)):
+                sdk.publish((keys, values, tokens))
+            assert idle(running)
+        engine.close()

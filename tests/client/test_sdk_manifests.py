@@ -15,7 +15,7 @@ from kvgate.client.artifacts import Prefix
 from kvgate.client.sdk import ArtifactError, Gateway, GatewayRefused, GatewayUnavailable, NotStored
 from kvgate.contract.errors import ContractError
 from kvgate.contract.manifest import position_map, query_digest, retained, source_prefix
-from tests.client.sdk_engine import GatewayThread, SdkEngine, config
+from tests.client.sdk_engine import GatewayThread, SdkEngine, config, running_gateway
 from tests.client.sdk_kit import KEPT, TOKENS, keep, same
 from tests.daemon import makers
 
@@ -172,9 +172,7 @@ def test_a_gateway_that_turns_the_client_away_is_quoted(gateway: GatewayThread) 
 
 def test_without_an_engine_the_refusal_says_what_is_missing() -> None:
     """A gateway with nothing registered, or with two models and no word which: the remedy is in the refusal."""
-    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
-    running = GatewayThread(config(folder)).start()
-    with Gateway(running.socket) as sdk:
+    with running_gateway() as running, Gateway(running.socket) as sdk:
         with pytest.raises(GatewayRefused) as caught:
             sdk.fetch(TOKENS)
         assert caught.value.code == "unsealed"
@@ -184,8 +182,6 @@ def test_without_an_engine_the_refusal_says_what_is_missing() -> None:
         assert caught.value.failure.field == "model"
         for engine in engines:
             engine.close()
-    running.stop()
-    shutil.rmtree(folder)
 
 
 def test_a_client_lives_through_a_restart_of_the_gateway() -> None:

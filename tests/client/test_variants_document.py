@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
-import tempfile
 import types
 from collections.abc import Iterator
 from fractions import Fraction
@@ -20,7 +18,7 @@ from kvgate.client.sdk import ArtifactError, Gateway, NotStored
 from kvgate.contract.capability import CAPABILITY_BYTES
 from kvgate.contract.manifest import TransformManifest
 from kvgate.transforms.artifact import make_artifact
-from tests.client.sdk_engine import GatewayThread, SdkEngine, config
+from tests.client.sdk_engine import SdkEngine, running_gateway
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "variants.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`(\w+\.py)`.*?\n```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
@@ -30,16 +28,13 @@ TOKENS = tuple(range(70, 70 + 18))
 @pytest.fixture(scope="module")
 def engine() -> Iterator[SdkEngine]:
     """An engine that has computed the prompt, at a gateway that ``Gateway()`` finds."""
-    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
-    running = GatewayThread(config(folder, determined_transforms="keynorm@1")).start()
-    made = SdkEngine(running.socket)
-    made.store(TOKENS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVGATE_ENDPOINT", running.socket)
-        yield made
-    made.close()
-    running.stop()
-    shutil.rmtree(folder)
+    with running_gateway(determined_transforms="keynorm@1") as running:
+        made = SdkEngine(running.socket)
+        made.store(TOKENS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVGATE_ENDPOINT", running.socket)
+            yield made
+        made.close()
 
 
 def module(name: str) -> Any:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -17,10 +14,8 @@ from lmcache.sdk.request import LMCacheRequestStream, TokenEvent
 from kvgate.client.artifacts import Prefix
 from kvgate.client.errors import ArtifactError, GatewayRefused, NotStored
 from kvgate.client.sdk import Gateway as Sdk
-from kvgate.contract.address import token_digests
 from kvgate.contract.errors import ContractError
-from kvgate.contract.keys import salt_digest
-from kvgate.protocol.messages import Acquire, Acquired, Bind, Bound, Release
+from kvgate.protocol.messages import Acquire, Acquired, Release
 from kvgate.screen.captures import random_capture
 from kvgate.screen.screening import screen
 from kvgate.screen.subjects import of_object
@@ -33,7 +28,7 @@ from kvgate_lmcache.sdk_bridge import (
     kept_positions,
     modified,
 )
-from tests.client.sdk_engine import WAIT_S, GatewayThread, SdkEngine, config
+from tests.client.sdk_engine import WAIT_S, GatewayThread, SdkEngine, running_gateway
 from tests.daemon import makers
 
 CHUNK = makers.CHUNK_TOKENS
@@ -51,11 +46,8 @@ def every_second(tensors: Tensors, tokens: Sequence[int]) -> tuple[torch.Tensor,
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[GatewayThread]:
     """One gateway for all; it lets one transform be shared by prefix."""
-    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
-    running = GatewayThread(config(folder, determined_transforms="every-second@1")).start()
-    yield running
-    running.stop()
-    shutil.rmtree(folder)
+    with running_gateway(determined_transforms="every-second@1") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +87,8 @@ def stream(sdk: Sdk, prompt: Sequence[int] = PROMPT, salt: str = "") -> tuple[Ga
 
 def plain_hit(engine: SdkEngine, tokens: Sequence[int], salt: str | None = None) -> int:
     """How many chunks an ordinary lookup of these tokens is given."""
-    digests = token_digests(engine.opened.token_key, tokens, CHUNK)
-    bind = Bind(
-        handle=engine.handle,
-        adapter=None,
-        salt=salt_digest(engine.opened.salt_key, salt),
-        scope="prefix",
-        scope_key=None,
-        manifest=None,
-        tokens=b"".join(digests),
-    )
-    lease = cast(Bound, engine.scheduler.call(bind, WAIT_S)).lease
-    acquire = Acquire(lease=lease, first=0, last=len(digests), deadline_ms=5000)
+    lease = engine.bind(tokens, salt=salt).lease
+    acquire = Acquire(lease=lease, first=0, last=len(tokens) // CHUNK, deadline_ms=5000)
     end = cast(Acquired, engine.scheduler.call(acquire, WAIT_S)).end
     engine.scheduler.call(Release(lease=lease), WAIT_S)
     return end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from kvgate.client import GatewayClient
 from kvgate.client.artifacts import Artifact, Prefix, VariantCapability
 from kvgate.client.sdk import Gateway as Sdk
-from tests.client.sdk_engine import GatewayThread, SdkEngine, config
+from tests.client.sdk_engine import GatewayThread, SdkEngine, running_gateway
 from tests.daemon.variants.kit import (
     LISTED,
     SOURCE,
@@ -29,10 +28,8 @@ def gateway() -> Iterator[GatewayThread]:
     """One gateway for this folder: the listed transform may be shared, but not between domains."""
     settings: dict[str, Any] = {"determined_transforms": f"other@9, {LISTED}"}
     folder = folder_of(settings)
-    running = GatewayThread(config(folder, **settings)).start()
-    yield running
-    running.stop()
-    shutil.rmtree(folder)
+    with running_gateway(folder, **settings) as running:
+        yield running
 
 
 @pytest.fixture(scope="package")

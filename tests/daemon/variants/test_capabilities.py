@@ -23,7 +23,7 @@ from kvgate.protocol.variant_messages import (
     BindVariant,
     VariantBound,
 )
-from tests.client.sdk_engine import GatewayThread, SdkEngine, config
+from tests.client.sdk_engine import GatewayThread, SdkEngine, config, running_gateway
 from tests.daemon import makers
 from tests.daemon.variants.kit import (
     SOURCE,
@@ -85,17 +85,14 @@ def test_an_expired_capability_is_refused_by_that_name(sdk: Sdk, prefix: Prefix)
 
 def test_the_operator_limits_how_long_a_capability_lives() -> None:
     """What is asked for beyond the setting is cut down to it."""
-    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
-    running = GatewayThread(config(folder, capability_ttl_s=60)).start()
-    engine = SdkEngine(running.socket)
-    engine.store(SOURCE)
-    with Sdk(running.socket) as sdk:
-        prefix = sdk.fetch(SOURCE)
-        capability = sdk.publish(artifact(prefix, manifest(prefix)), ttl_s=10**6)
-        assert 0 < capability.expires_s - time.time() <= 60
-    engine.close()
-    running.stop()
-    shutil.rmtree(folder)
+    with running_gateway(capability_ttl_s=60) as running:
+        engine = SdkEngine(running.socket)
+        engine.store(SOURCE)
+        with Sdk(running.socket) as sdk:
+            prefix = sdk.fetch(SOURCE)
+            capability = sdk.publish(artifact(prefix, manifest(prefix)), ttl_s=10**6)
+            assert 0 < capability.expires_s - time.time() <= 60
+        engine.close()
 
 
 def test_a_capability_outlives_its_gateway_and_is_good_at_every_other_of_the_deployment() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +39,7 @@ from kvgate.protocol.variant_messages import (
     VariantBound,
     VariantOpened,
 )
-from tests.client.sdk_engine import GatewayThread, SdkEngine, config
+from tests.client.sdk_engine import GatewayThread, SdkEngine, running_gateway
 from tests.daemon import makers
 from tests.daemon.variants.kit import (
     KEPT,
@@ -167,19 +165,16 @@ def test_what_is_not_the_connections_own_is_refused(
 
 def test_a_private_pool_is_private_from_clients_too() -> None:
     """Where only the gateway moves bytes, a client is told where none of them lie: nothing is fetched or published there."""
-    folder = Path(tempfile.mkdtemp(prefix="kvg-"))
-    running = GatewayThread(config(folder, transfer="gateway")).start()
-    engine = SdkEngine(running.socket)
-    with Sdk(running.socket) as sdk:
-        source = sdk.source(SOURCE)
-        keys, values = engine.kv(ids())
-        made = Artifact(keys, values, ids(), source.manifest(algorithm="any", version="1"), source)
-        failure = refusal(lambda: sdk.publish(made))
-        assert (failure.code, failure.field) == ("denied", "transfer")
-        assert outcome(lambda: sdk.fetch(SOURCE)) == "gone"
-    engine.close()
-    running.stop()
-    shutil.rmtree(folder)
+    with running_gateway(transfer="gateway") as running:
+        engine = SdkEngine(running.socket)
+        with Sdk(running.socket) as sdk:
+            source = sdk.source(SOURCE)
+            keys, values = engine.kv(ids())
+            made = Artifact(keys, values, ids(), source.manifest(algorithm="any", version="1"), source)
+            failure = refusal(lambda: sdk.publish(made))
+            assert (failure.code, failure.field) == ("denied", "transfer")
+            assert outcome(lambda: sdk.fetch(SOURCE)) == "gone"
+        engine.close()
 
 
 PUBLISHER = """

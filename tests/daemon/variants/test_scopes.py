@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from kvgate.protocol.variant_messages import (
     SourceDescribed,
 )
 from kvgate.protocol.verify_messages import EnterVerify
-from tests.client.sdk_engine import GatewayThread, SdkEngine, config
+from tests.client.sdk_engine import GatewayThread, SdkEngine, running_gateway
 from tests.daemon import makers
 from tests.daemon.variants.kit import (
     LISTED,
@@ -129,8 +128,7 @@ def test_scope_global_is_shared_between_domains_where_it_is_allowed() -> None:
     """With the setting, two domains of one deployment find one artifact of a listed transform; prefix scope stays apart."""
     settings: dict[str, Any] = {"determined_transforms": LISTED, "cross_domain": True}
     folder = folder_of(settings)
-    running = GatewayThread(config(folder, **settings)).start()
-    try:
+    with running_gateway(folder, **settings) as running:
         engines = [SdkEngine(running.socket, credential=one) for one in (None, TENANT)]
         for one in engines:
             one.store(SOURCE)
@@ -150,9 +148,6 @@ def test_scope_global_is_shared_between_domains_where_it_is_allowed() -> None:
         no_way_from_a_verify_domain(running, made)
         for one in engines:
             one.close()
-    finally:
-        running.stop()
-        shutil.rmtree(folder)
 
 
 def no_way_from_a_verify_domain(running: GatewayThread, made: Artifact) -> None:
