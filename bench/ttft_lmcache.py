@@ -143,11 +143,14 @@ class Times:
     cached: list[int]
     tokens: list[int]
     gaps: list[float]
+    short_ms: list[float]
+    """Of the short prompts that nobody has seen: all computed."""
 
     @classmethod
     def of(cls, answers: list[dict[str, Any]]) -> Times:
-        """From what ``requests`` gave."""
-        first, *later = answers[WARMING + 1 :: 2]
+        """From what ``bench.ttft_h200.steps`` gave."""
+        end = WARMING + 2 * (RUNS + 1)
+        first, *later = answers[WARMING + 1 : end : 2]
         longs = [first, *later]
         return cls(
             first["ttft_ms"],
@@ -155,6 +158,7 @@ class Times:
             [max(answer["cached"], answer["restored"]) for answer in later],
             [answer["tokens"][0] for answer in longs],
             [answer["gaps"][0] for answer in longs],
+            [answer["ttft_ms"] for answer in answers[end + 1 :: 2]],
         )
 
     def restored(self) -> bool:
@@ -164,11 +168,6 @@ class Times:
     def same(self, computed: Times) -> bool:
         """The tokens are those ``computed``; where these were a tie of the two best logits, it may have fallen the other way."""
         return set(self.tokens) == set(computed.tokens) or max(self.gaps + computed.gaps) <= TIE
-
-
-def requests(long: list[int]) -> list[dict[str, Any]]:
-    """Those of ``bench.ttft_h200`` that concern the long prompt."""
-    return steps(long)[: WARMING + 2 * (RUNS + 1)]
 
 
 class Beside(Bench):
@@ -189,25 +188,32 @@ class Beside(Bench):
         gateway = Gateway(self._work / "gateway", self._options.out, backend=self._options.backend, pool_bytes=f"{POOL_GIB}GiB")
         server = Server(self._work, self._options.out)
         try:
-            peer = self._what()
+            ours.warm_later()
+            with first_on_path(self._options.peer):
+                theirs.warm_later()
+                peer = self._what()
             self._say(f"gateway {gateway.start()} s")
             ours.warm()
             if making.wait(MODEL_S):
                 raise RuntimeError("the model was not made")
             self._say("model made")
-            wanted = requests(self._long)
+            wanted = steps(self._long)
             kvgate = self._measured("kvgate", lambda: ours.run(self._job(self._model, gateway, wanted), "kvgate"))
             gateway.stop()
             plain = self._measured("without", lambda: ours.run(self._job(self._model, None, wanted), "without"))
             ours.close()
             if kvgate and plain and self._right("kvgate", kvgate, plain):
                 self._add("ttft.hit.32k.l1.h200", kvgate.later_ms, plain.later_ms)
+                self._add("ttft.miss.32k.h200", [kvgate.first_ms], plain.later_ms)
+            if kvgate and plain:
+                self._add_misses(kvgate.short_ms, plain.short_ms)
             for one in self._peers(server.port):
                 found = self._measured(one.name, functools.partial(self._peer, theirs, server, one))
                 if found and plain and kvgate and self._right(one.name, found, plain):
                     what = f"LMCache {peer} {one.name}"
                     self._add(f"ttft.hit.32k.l1.{one.word}.h200", kvgate.later_ms, found.later_ms, what)
                     self._add(f"ttft.miss.32k.{one.word}.h200", [kvgate.first_ms], [found.first_ms], what)
+                    self._add(f"ttft.miss.512.{one.word}.h200", kvgate.short_ms, found.short_ms, what)
         finally:
             making.kill()
             if self._records:
@@ -232,7 +238,7 @@ class Beside(Bench):
 
     def _peer(self, engines: Engines, server: Server, peer: Peer) -> list[Any]:
         """What the requests gave with ``peer``."""
-        job = self._job(self._model, None, requests(self._long))
+        job = self._job(self._model, None, steps(self._long))
         job["options"]["kv_transfer_config"] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **peer.connector}
         with first_on_path(self._options.peer):
             engines.warm()
@@ -244,16 +250,10 @@ class Beside(Bench):
                 server.stop()
 
     def _what(self) -> str:
-        """The peer's version and kernels, in words."""
-        with first_on_path(self._options.peer):
-            done = subprocess.run(
-                [sys.executable, "-c", WHAT],
-                env=environment(self._work),
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
+        """Version and kernels of the LMCache that is first on the path, in words."""
+        done = subprocess.run(
+            [sys.executable, "-c", WHAT], env=environment(self._work), capture_output=True, text=True, timeout=120, check=False
+        )
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
             self._say(f"LMCache does not import: {done.stderr[-1500:]}")

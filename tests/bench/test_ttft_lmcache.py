@@ -8,17 +8,22 @@ from typing import Any
 
 import pytest
 
-from bench.ttft_lmcache import WHOLE, Times, first_on_path, requests
+from bench.ttft_h200 import MISSES, RUNS, steps
+from bench.ttft_lmcache import WARMING, WHOLE, Times, first_on_path
 
 
 def answers(tokens: list[int], cached: int, gap: float = 1.5, ttft_ms: float = 100.0) -> list[dict[str, Any]]:
     """Those of an engine whose long prompts gave ``tokens``; the first one was computed."""
     found: list[dict[str, Any]] = []
     longs = iter(tokens)
-    for number, step in enumerate(requests([1] * 9)):
+    for number, step in enumerate(steps([1] * 9)):
         if "forget" in step:
             found.append({"done": True})
-        elif number < 2:
+        elif "wait_s" in step:
+            found.append({})
+        elif number >= WARMING + 2 * (RUNS + 1):
+            found.append({"tokens": [0], "gaps": [0.0], "cached": 0, "restored": 0, "ttft_ms": 20.0})
+        elif number < WARMING:
             found.append({"tokens": [0], "gaps": [0.0], "cached": 0, "restored": 0, "ttft_ms": 5000.0})
         else:
             first = number == 3
@@ -41,6 +46,7 @@ def test_times_are_those_of_the_long_prompt() -> None:
     """Neither the warming requests nor the first, computed one is among the later times."""
     found = Times.of(answers([7] * 6, WHOLE))
     assert (found.first_ms, found.later_ms) == (1200.0, [100.0] * 5)
+    assert found.short_ms == [20.0] * MISSES
     assert found.restored()
     assert found.same(COMPUTED)
 
