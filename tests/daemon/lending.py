@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -156,7 +155,7 @@ class InsideMover:
 
     def _move(
         self,
-        run: Callable[[MoveBody, float, Callable[[], bool]], Any],
+        run: Callable[[MoveBody, Callable[[], bool]], Any],
         handle: PageHandle,
         generation: int,
         moves: Sequence[MoveSpec],
@@ -169,7 +168,9 @@ class InsideMover:
             raise self.doubt
         try:
             body = MoveBody.of(handle.number, generation, moves, ready, digest, paced, gate)
-            return run(body, time.monotonic() + WAIT_S, lambda: False)
+            if not self.engine.ready(body):
+                raise TransferUnavailable("the engine is late")
+            return run(body, lambda: False)
         except Refused as error:
             raise MoveRefused(str(error)) from error
 

@@ -206,6 +206,22 @@ async def test_too_many_calls_are_turned_away(pool: Pool) -> None:
     await mover.stop()
 
 
+async def test_one_worker_leaves_room_for_others(mortal: Served) -> None:
+    """Beyond its own bound a worker is turned away, and another one's move is taken."""
+    other = await mortal.mover.attach(mortal.pages.export, RAW, ME, SOON_S)
+    os.kill(mortal.handle.pid, signal.SIGSTOP)
+    calls = [asyncio.create_task(mortal.mover.pack(mortal.handle, 7, moves(1), SOON_S)) for _ in range(16)]
+    await asyncio.sleep(0)
+    with pytest.raises(TransferBusy):
+        await mortal.mover.pack(mortal.handle, 7, moves(1), SOON_S)
+    theirs = asyncio.create_task(mortal.mover.pack(other, 7, moves(1), SOON_S))
+    await asyncio.sleep(0.05)
+    os.kill(mortal.handle.pid, signal.SIGCONT)
+    await asyncio.gather(theirs, *calls)
+    await mortal.mover.pack(mortal.handle, 7, moves(1), SOON_S)
+    await mortal.mover.detach(other)
+
+
 @pytest.mark.slow
 async def test_doubt_goes_before_a_cancellation(pool: Pool) -> None:
     """A caller that is cancelled still hears that its slots are in doubt: it must not free them."""

@@ -218,7 +218,7 @@ def test_a_copy_that_fails_unforeseen_keeps_the_gate_until_its_process_is_gone(
     assert isinstance(number, int)
     monkeypatch.setattr(served._handles[number].packers[True], "unpack", fail)
     with pytest.raises(RuntimeError, match="not foreseen"):
-        served.unpack(MoveBody.of(number, 9, moves(1), None, True, False, place), 0.0, lambda: False)
+        served.unpack(MoveBody.of(number, 9, moves(1), None, True, False, place), lambda: False)
     assert seen == [("not foreseen, True", True)]
     served.close()
     pool.close()

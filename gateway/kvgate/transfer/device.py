@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ class Device:
         self.restarts = 0
         self.moved = Moved()
         self.handles: dict[int, PageHandle] = {}
+        self._under_way: Counter[int] = Counter()
         self._workers: dict[PageHandle, WorkerRemains] = {}
         self._settings = settings
         self._patience = patience
@@ -168,15 +170,22 @@ class Device:
             raise MoveRefused("the pool of these slots is no more")
         if child.connection.in_flight >= self._limits.max_calls:
             raise TransferBusy("too many transfers are under way on this device")
+        if self._under_way[handle.number] >= self._limits.max_calls_per_worker:
+            raise TransferBusy("too many transfers of these pages are under way")
         try:
             body = MoveBody.of(handle.number, generation, moves, ready, digest, paced, gate).to_value()
         except WireError as error:
             raise MoveRefused(str(error)) from None
-        began_at = asyncio.get_running_loop().time()
-        await self._until_mapped(deadline_s)
-        left_s = max(0.0, deadline_s - (asyncio.get_running_loop().time() - began_at))
-        moved_bytes = len(moves) * handle.payload_bytes
-        result = await child.move(op, body, moved_bytes, left_s)
+        began_at, moved_bytes = asyncio.get_running_loop().time(), len(moves) * handle.payload_bytes
+        self._under_way[handle.number] += 1
+        try:
+            await self._until_mapped(deadline_s)
+            left_s = max(0.0, deadline_s - (asyncio.get_running_loop().time() - began_at))
+            result = await child.move(op, body, moved_bytes, left_s)
+        finally:
+            self._under_way[handle.number] -= 1
+            if not self._under_way[handle.number]:
+                del self._under_way[handle.number]
         if op is Op.PACK:
             self.moved.packs += 1
             self.moved.packed_bytes += moved_bytes

@@ -14,6 +14,8 @@ POOL_REMEDY: Final = (
 class Limits:
     """Bounds of one device.
 
+    max_calls, max_calls_per_worker: moves under way, on the device and of one worker's pages: an engine that hangs keeps its own
+    waiting, and must leave room for the others'.
     attach_s: for mapping pages, once the process serves. pool_s, pool_s_per_gib: for mapping and page-locking the pool.
     detach_s: for a detach, moves before it included. idle_s: a process without pages ends after so long; long, since an engine
     that starts meanwhile takes memory that others free while it looks how much there is for a fault.
@@ -22,6 +24,7 @@ class Limits:
     """
 
     max_calls: int = 64
+    max_calls_per_worker: int = 16
     attach_s: float = 60.0
     detach_s: float = 60.0
     pool_s: float = 60.0

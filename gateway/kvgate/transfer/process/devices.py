@@ -1,9 +1,8 @@
-"""What differs between a GPU and a CPU: threads' contexts, page-locking, and waiting for the engine."""
+"""What differs between a GPU and a CPU: threads' contexts, page-locking, and engines' events."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,16 +13,47 @@ import torch
 
 from kvgate_kernels import driver
 
-_MAX_EVENTS = 64
-_POLL_S = 2e-4
+_MAX_EVENTS = 32
+"""Of one worker, which records a few again and again."""
 
 
 class EventRefused(Exception):
     """The engine's event cannot be opened."""
 
 
-class EngineLate(Exception):
-    """The engine's event has not come in time. Nothing was queued."""
+class Event(Protocol):
+    """A place in an engine's stream."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done. Never waits."""
+
+
+class EngineEvents:
+    """One worker's events by their handles, opened once and kept. They go with its pages: the next process of its number may make the
+    same handles, and those name events of its own.
+    """
+
+    def __init__(self, open_event: Callable[[bytes], Event]) -> None:
+        self._open = open_event
+        self._lock = threading.Lock()
+        self._events: OrderedDict[bytes, Event] = OrderedDict()
+
+    def passed(self, handle: bytes) -> bool:
+        """Whether the engine has come to this event, as it was recorded last. Raises ``EventRefused``."""
+        with self._lock:
+            event = self._events.pop(handle, None) or self._open(handle)
+            while len(self._events) >= _MAX_EVENTS:
+                self._events.popitem(last=False)
+            self._events[handle] = event
+        try:
+            return event.query()
+        except RuntimeError as error:
+            raise EventRefused("the engine's event cannot be waited for") from error
+
+    def close(self) -> None:
+        """Let all of them go."""
+        with self._lock:
+            self._events.clear()
 
 
 class DeviceKind(Protocol):
@@ -35,12 +65,12 @@ class DeviceKind(Protocol):
     def enter(self) -> None:
         """Make the device current on this thread, once."""
 
-    @contextmanager
-    def ordered(self, ready: bytes | None, until: float) -> Iterator[None]:
-        """What is done inside comes after the engine's event, which may come ``until`` (``time.monotonic()``).
+    def open_event(self, handle: bytes) -> Event:
+        """Another process's event. Raises ``EventRefused``."""
 
-        Raises ``EventRefused``, ``EngineLate``.
-        """
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """What is queued inside goes on this thread's own stream."""
 
     def lock_memory(self, memory: memoryview) -> Callable[[], None]:
         """Page-lock host memory; returns what undoes it."""
@@ -55,12 +85,14 @@ class CpuDevice:
     def enter(self) -> None:
         """See ``DeviceKind``."""
 
-    @contextmanager
-    def ordered(self, ready: bytes | None, until: float) -> Iterator[None]:
+    def open_event(self, handle: bytes) -> Event:
         """See ``DeviceKind``."""
-        del until
-        if ready is not None:
-            raise EventRefused("pages on a CPU have no events")
+        del handle
+        raise EventRefused("pages on a CPU have no events")
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """See ``DeviceKind``."""
         yield
 
     def lock_memory(self, memory: memoryview) -> Callable[[], None]:
@@ -70,7 +102,7 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """The one GPU that this process sees. Engines' events are opened once and kept: they record them again and again."""
+    """The one GPU that this process sees."""
 
     populate = False
 
@@ -79,8 +111,6 @@ class CudaDevice:
             raise RuntimeError(f"the GPU is not to be seen from here ({torch.cuda.device_count()} devices)")
         self.torch_device = torch.device("cuda", 0)
         self._local = threading.local()
-        self._events: OrderedDict[bytes, torch.cuda.Event] = OrderedDict()
-        self._events_lock = threading.Lock()
         torch.zeros(1, device=self.torch_device)
         self._context = driver.current_context()
         self.enter()
@@ -91,22 +121,18 @@ class CudaDevice:
         driver.enter(self._context)
         self._local.stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def ordered(self, ready: bytes | None, until: float) -> Iterator[None]:
+    def open_event(self, handle: bytes) -> Event:
         """See ``DeviceKind``."""
-        stream = self._local.stream
-        if ready is not None:
-            try:
-                event = self._event(ready)
-                # Not in the stream alone: an engine that hangs must not hang us, and a thread that waits there takes a core.
-                while not event.query():  # type: ignore[no-untyped-call]
-                    if time.monotonic() > until:
-                        raise EngineLate("the engine was not done with these pages in time")
-                    time.sleep(_POLL_S)
-                event.wait(stream)
-            except RuntimeError as error:
-                raise EventRefused("the engine's event cannot be waited for") from error
-        with torch.cuda.stream(stream):
+        try:
+            event: Event = torch.cuda.Event.from_ipc_handle(self.torch_device, handle)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise EventRefused("the engine's event cannot be opened") from error
+        return event
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """See ``DeviceKind``."""
+        with torch.cuda.stream(self._local.stream):
             yield
 
     def lock_memory(self, memory: memoryview) -> Callable[[], None]:
@@ -114,13 +140,3 @@ class CudaDevice:
         address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
         driver.lock_pages(address, memory.nbytes)
         return lambda: driver.unlock_pages(address)
-
-    def _event(self, handle: bytes) -> torch.cuda.Event:
-        with self._events_lock:
-            event = self._events.pop(handle, None)
-            if event is None:
-                event = torch.cuda.Event.from_ipc_handle(self.torch_device, handle)  # type: ignore[no-untyped-call]
-                while len(self._events) >= _MAX_EVENTS:
-                    self._events.popitem(last=False)
-            self._events[handle] = event
-        return event

@@ -16,7 +16,7 @@ from kvgate.contract.errors import ContractError
 from kvgate.storage.backend import PoolInfo
 from kvgate.storage.pool import PoolError
 from kvgate.transfer.gate import GateError, MoverGate
-from kvgate.transfer.process.devices import DeviceKind, EngineLate, EventRefused
+from kvgate.transfer.process.devices import DeviceKind, EngineEvents, EventRefused
 from kvgate.transfer.process.lanes import crash
 from kvgate.transfer.process.memory import NoSuchPool, Pools
 from kvgate.transfer.process.pages import MAX_BLOCKS, ImportedPages, ImportRefused, import_pages
@@ -31,10 +31,6 @@ _T = TypeVar("_T")
 
 class Refused(Exception):
     """The request names what is not there, or is not what it says. Nothing was done."""
-
-
-class Late(Exception):
-    """The engine was not ready before the deadline. Nothing was done."""
 
 
 class NoRoom(Exception):
@@ -53,9 +49,10 @@ class Options:
 class Attached:
     """One worker's pages. Moves hold it while they run; ``closing`` lets no further one begin."""
 
-    def __init__(self, pages: ImportedPages, store: Packer, load: Packer, gate: MoverGate | None) -> None:
+    def __init__(self, pages: ImportedPages, store: Packer, load: Packer, gate: MoverGate | None, events: EngineEvents) -> None:
         """store, load: one packer for each direction, so that their threads do not wait for each other."""
         self.gate = gate
+        self.events = events
         self.pages: ImportedPages | None = pages
         self.packers: dict[bool, Packer] = {False: store, True: load}
         self.users = 0
@@ -81,6 +78,7 @@ class Attached:
         pages, self.pages = self.pages, None
         if pages is None:
             return
+        self.events.close()
         if self.gate is not None:
             self.gate.close()
         while self.packers:
@@ -119,7 +117,7 @@ class Engine:
             except torch.OutOfMemoryError:
                 raise NoRoom("the device has no memory for these pages' tables") from None
             undo.pop_all()
-        attached = Attached(pages, store, load, mover_gate)
+        attached = Attached(pages, store, load, mover_gate, EngineEvents(self._device.open_event))
         with self._changed:
             number = next(self._numbers)
             self._handles[number] = attached
@@ -161,10 +159,26 @@ class Engine:
         except (PoolError, driver.DriverError) as error:
             raise Refused(str(error)) from None
 
-    def pack(self, body: MoveBody, until: float, wanted: Callable[[], bool]) -> list[bytes]:
-        """The answer to PACK. Raises ``Refused``, ``NoRoom``, ``Late``.
+    def ready(self, body: MoveBody) -> bool:
+        """Whether a move may begin: its engine has come to the event that it names, and whatever was queued before is done.
 
-        until: its deadline, by ``time.monotonic()``. wanted: whether somebody waits for the next one, if nobody does for this.
+        Never waits: whoever does must be able to serve other engines meanwhile. Raises ``Refused`` where the event is none.
+        """
+        if body.ready is None:
+            return True
+        with self._changed:
+            attached = self._handles.get(body.number)
+        if attached is None or attached.closing:
+            return True  # there is nothing to wait for: it will be refused
+        try:
+            return attached.events.passed(body.ready)
+        except EventRefused as error:
+            raise Refused(str(error)) from None
+
+    def pack(self, body: MoveBody, wanted: Callable[[], bool]) -> list[bytes]:
+        """The answer to PACK, once it is ``ready``. Raises ``Refused``, ``NoRoom``.
+
+        wanted: whether somebody waits for the next one, if nobody does for this.
         """
 
         def run(packer: Packer, moves: list[ChunkMove]) -> list[bytes]:
@@ -173,20 +187,19 @@ class Engine:
             except NonFiniteValues as error:
                 return pack_result(len(moves), error.digests, error.indices)
 
-        return self._move(body, until, wanted, run)
+        return self._move(body, wanted, run)
 
-    def unpack(self, body: MoveBody, until: float, wanted: Callable[[], bool]) -> bytes:
+    def unpack(self, body: MoveBody, wanted: Callable[[], bool]) -> bytes:
         """The answer to UNPACK. As ``pack``."""
 
         def run(packer: Packer, moves: list[ChunkMove]) -> bytes:
             return b"".join(packer.unpack(moves, digest=body.digest))
 
-        return self._move(body, until, wanted, run, unpack=True)
+        return self._move(body, wanted, run, unpack=True)
 
     def _move(
         self,
         body: MoveBody,
-        until: float,
         wanted: Callable[[], bool],
         run: Callable[[Packer, list[ChunkMove]], _T],
         *,
@@ -204,7 +217,7 @@ class Engine:
                 ]
                 packer = attached.packers[unpack]
                 hurry = unhurried(wanted) if body.paced else nullcontext()
-                with self._device.ordered(body.ready, until), attached.allowed(body.gate, unpack), hurry:
+                with self._device.stream(), attached.allowed(body.gate, unpack), hurry:
                     try:
                         return run(packer, moves)
                     except (MoveError, torch.OutOfMemoryError):
@@ -213,10 +226,8 @@ class Engine:
                         # In here, with the gate locked: what was queued may be written until this process is gone.
                         crash(error)
                         raise
-        except (PoolError, MoveError, NoSuchPool, EventRefused) as error:
+        except (PoolError, MoveError, NoSuchPool) as error:
             raise Refused(str(error)) from None
-        except EngineLate as error:
-            raise Late(str(error)) from None
         except torch.OutOfMemoryError:
             raise NoRoom("the device has no memory for stages") from None
 

@@ -10,13 +10,45 @@ from collections.abc import Callable
 from typing import Any
 
 from kvgate.storage.backend import PoolInfo
-from kvgate.transfer.process.engine import Engine, Late, NoRoom, Refused
+from kvgate.transfer.process.engine import Engine, NoRoom, Refused
 from kvgate.transfer.process.lanes import Job, Lane, crash
 from kvgate.transfer.records import WorkerProcess
 from kvgate.transfer.wire import Code, FrameReader, MoveBody, Op, frame
 
 _READ_BYTES = 1 << 18
 _MAX_WAITING = 1024
+
+
+class _Late(Exception):
+    """The engine was not done with its pages before the deadline. Nothing was done."""
+
+
+class _Turn:
+    """When one move may begin: its engine has come to its event; or it never will, because it can't or because it is too late."""
+
+    def __init__(self, engine: Engine, body: MoveBody, until: float) -> None:
+        """until: the move's deadline, by ``time.monotonic()``."""
+        self._engine = engine
+        self._body = body
+        self._until = until
+        self._over = False
+        self._error: Exception | None = None
+
+    def over(self) -> bool:
+        """Whether it is known how this ends. Never waits."""
+        if not self._over:
+            try:
+                self._over = self._engine.ready(self._body)
+            except Refused as error:
+                self._error, self._over = error, True
+            if not self._over and time.monotonic() > self._until:
+                self._error, self._over = _Late("the engine was not done with these pages in time"), True
+        return self._over
+
+    def begin(self) -> None:
+        """Raises where there is nothing to begin with."""
+        if self._error is not None:
+            raise self._error
 
 
 class Server:
@@ -55,30 +87,35 @@ class Server:
             self._stop(request_id)
             return
         lane = {Op.PACK: "store", Op.UNPACK: "load"}.get(op, "rest")
-        if lane != "rest":
+        if lane == "rest":
+            job = Job(request_id, lambda: self._do(request_id, op, body))
+        else:
             body = MoveBody.from_value(body)
-        urgent = lane != "rest" and not body.paced
-        if not self._lanes[lane].put(Job(request_id, lambda: self._do(request_id, op, until, body), urgent)):
+            turn = _Turn(self._engine, body, until)
+            job = Job(request_id, lambda: self._do(request_id, op, body, turn), not body.paced, turn.over)
+        if not self._lanes[lane].put(job):
             self.answer(request_id, Code.UNAVAILABLE, "too many requests wait")
 
-    def _do(self, request_id: int, op: Op, until: float, body: Any) -> None:
+    def _do(self, request_id: int, op: Op, body: Any, turn: _Turn | None = None) -> None:
         try:
-            result = self._call(op, until, body)
+            if turn is not None:
+                turn.begin()
+            result = self._call(op, body)
         except Refused as error:
             self.answer(request_id, Code.REFUSED, str(error))
-        except Late as error:
+        except _Late as error:
             self.answer(request_id, Code.EXPIRED, str(error))
         except NoRoom as error:
             self.answer(request_id, Code.UNAVAILABLE, str(error))
         else:
             self.answer(request_id, Code.OK, result)
 
-    def _call(self, op: Op, until: float, body: Any) -> object:
+    def _call(self, op: Op, body: Any) -> object:
         engine = self._engine
         if op is Op.PACK:
-            return engine.pack(body, until, self._lanes["store"].urgent)
+            return engine.pack(body, self._lanes["store"].urgent)
         if op is Op.UNPACK:
-            return engine.unpack(body, until, self._lanes["load"].urgent)
+            return engine.unpack(body, self._lanes["load"].urgent)
         if op is Op.ATTACH:
             export, payload, pid, uid, gate = body
             return engine.attach(export, payload, WorkerProcess(pid, uid), gate)
