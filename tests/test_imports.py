@@ -10,13 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {
-    "kvgate": "gateway",
-    "kvgate_kernels": "bindings",
-    "kvgate_vllm": "shims/vllm",
-    "kvgate_lmcache": "shims/lmcache",
-}
+from tests.packages import PACKAGES, ROOT
+
 HEAVY = ("torch", "lmcache", "vllm", "numpy", "max", "mojo")
 SHIM_MAY_USE = {
     "kvgate.client",

@@ -20,13 +20,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {
-    "kvgate": "gateway",
-    "kvgate_kernels": "bindings",
-    "kvgate_vllm": "shims/vllm",
-    "kvgate_lmcache": "shims/lmcache",
-}
+from tests.packages import PACKAGES, ROOT
+
 ENVIRONMENTS = ("gateway", "vllm")
 
 # The keys that pixi documents for the tables we use. A key it does not know makes pixi refuse the file.

@@ -25,6 +25,7 @@ from kvgate.config import Config
 from kvgate.doctor.checks import NAMES
 from kvgate.doctor.findings import Check, Level, Report, Subject, run_checks
 from kvgate.doctor.host import judge_clock
+from tests import mounts
 from tests.children import child
 from tests.storage.servers import Server, free_port, needs_redis, redis_server
 
@@ -260,13 +261,8 @@ def test_an_l2_folder_that_is_a_file(doctor: Doctor) -> None:
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
     """A small file system of the test's own."""
-    folder = tmp_path / "mounted"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", folder], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip("this user may not mount")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounts.small_disk(tmp_path / "mounted", "1m") as folder:
+        yield folder
 
 
 def test_an_l2_disk_without_room(doctor: Doctor, mounted: Path) -> None:

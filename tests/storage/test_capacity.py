@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from kvgate.storage.backend import ObjectRef
 from kvgate.storage.lmcache import LMCacheBackend, LMCacheConfig
+from tests import mounts
 from tests.storage.conftest import needs_lmcache
 from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref
 from tests.storage.servers import needs_redis, redis_adapter, redis_server
@@ -78,13 +78,8 @@ async def test_a_capped_redis_evicts_the_oldest(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tmpfs", folder], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip("this user may not mount")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with mounts.small_disk(tmp_path / "disk", "4m") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("kind", ["fs", "fs_native"])

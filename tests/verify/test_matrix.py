@@ -101,7 +101,7 @@ async def test_a_field_left_out_of_the_address_fails_its_row(
 
 @in_module
 async def test_a_gateway_that_alters_bytes_fails(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One flipped bit of a payload in shared memory, is found: the bytes themselves are compared."""
+    """One flipped bit of a payload in shared memory is found: the bytes themselves are compared."""
     acquire = MemoryBackend.acquire
 
     async def altered(self: MemoryBackend, refs: Sequence[ObjectRef], deadline_s: float) -> list[Held | None]:
@@ -115,12 +115,17 @@ async def test_a_gateway_that_alters_bytes_fails(gateway: Gateway, tmp_path: Pat
     assert failed(await verified(gateway, tmp_path, "same request")) == {"same request"}
 
 
+def believe_everything(gateway: Gateway, patch: pytest.MonkeyPatch) -> None:
+    """Have the gateway take every chunk for stored whole."""
+    patch.setattr(type(gateway._presence), "contiguous", lambda _, chunks, rectangles: len(chunks))
+
+
 @in_module
 async def test_a_gateway_that_needs_not_every_rectangle_fails(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk of which one rectangle was never stored must not be believed whole."""
-    monkeypatch.setattr(type(gateway._presence), "contiguous", lambda _, chunks, rectangles: len(chunks))
+    believe_everything(gateway, monkeypatch)
     name = "one rectangle of four is missing"
     assert name in failed(await verified(gateway, tmp_path, name))
 
@@ -135,7 +140,7 @@ async def test_a_gateway_that_shows_what_was_given_up_fails(
         await self.commit(reservations, deadline_s)
 
     monkeypatch.setattr(MemoryBackend, "abort", kept)
-    monkeypatch.setattr(type(gateway._presence), "contiguous", lambda _, chunks, rectangles: len(chunks))
+    believe_everything(gateway, monkeypatch)
     name = "a reservation that was given up"
     assert name in failed(await verified(gateway, tmp_path, name))
 

@@ -14,6 +14,7 @@ collect_ignore_glob = [] if HAVE_VLLM else ["test_*.py"]
 
 if HAVE_VLLM:
     from tests.vllm.engine import LORA, Engine, EnginePool
+    from tests.vllm.gateway import GatewayProcess, gateway
 
     @pytest.fixture(scope="module")
     def engines() -> Iterator[EnginePool]:
@@ -28,3 +29,10 @@ if HAVE_VLLM:
         engine = engines.get(**LORA)
         assert engine.core.reset_prefix_cache()
         return engine
+
+    @pytest.fixture(scope="module")
+    def gateway_process(engines: EnginePool) -> Iterator[GatewayProcess]:
+        """One gateway for a module; its tests use other salts, or other prompts."""
+        engines.close()  # vLLM has one worker connector a process, so one engine at a time
+        with gateway() as process:
+            yield process

@@ -11,9 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 START_S = 30.0
 STOP_S = 30.0
@@ -114,6 +114,9 @@ class GatewayProcess:
         (self.root / "log").write_bytes(b"")
 
 
+_Gateway = TypeVar("_Gateway", bound=GatewayProcess)
+
+
 def wait_until(holds: Callable[[], bool], within_s: float, otherwise: str) -> None:
     """Poll until ``holds``; fails with ``otherwise``."""
     until = time.monotonic() + within_s
@@ -122,12 +125,18 @@ def wait_until(holds: Callable[[], bool], within_s: float, otherwise: str) -> No
         time.sleep(0.02)
 
 
-@contextmanager
-def gateway(**settings: str) -> Iterator[GatewayProcess]:
+def gateway(**settings: str) -> AbstractContextManager[GatewayProcess]:
     """A started gateway for the length of a ``with`` block; ``settings`` are flags of ``kvgate serve``."""
+    flags = {name.replace("_", "-"): value for name, value in settings.items()}
+    return started(lambda root: GatewayProcess(root, **flags))
+
+
+@contextmanager
+def started(make: Callable[[Path], _Gateway]) -> Iterator[_Gateway]:
+    """What ``make`` makes in a folder of its own, started; both are gone after the ``with`` block."""
     # Not pytest's tmp_path: a unix socket's name has to be short.
     root = Path(tempfile.mkdtemp(prefix="kvg-"))
-    process = GatewayProcess(root, **{name.replace("_", "-"): value for name, value in settings.items()})
+    process = make(root)
     try:
         process.start()
         yield process

@@ -22,20 +22,12 @@ from tests.vllm.connector_support import (
     scheduled_asynchronously,
     watching,
 )
-from tests.vllm.engine import Engine, EnginePool, prompt_tokens
-from tests.vllm.gateway import GatewayProcess, gateway
+from tests.vllm.engine import Engine, prompt_tokens
+from tests.vllm.gateway import GatewayProcess
 
 pytestmark = pytest.mark.timeout(600)
 
 WAYS = ("plain", "scheduled ahead")
-
-
-@pytest.fixture(scope="module")
-def gateway_process(engines: EnginePool) -> Iterator[GatewayProcess]:
-    """One gateway; every test uses another salt."""
-    engines.close()  # vLLM has one worker connector a process, so one engine at a time
-    with gateway() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

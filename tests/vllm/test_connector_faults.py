@@ -24,8 +24,8 @@ from tests.vllm.connector_support import (
     scheduled_asynchronously,
     settle,
 )
-from tests.vllm.engine import Engine, EnginePool, prompt_tokens
-from tests.vllm.gateway import GatewayProcess, gateway, wait_until
+from tests.vllm.engine import Engine, prompt_tokens
+from tests.vllm.gateway import GatewayProcess, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -44,14 +44,6 @@ WAYS = (
     pytest.param("in step"),
     pytest.param("background, scheduled ahead"),
 )
-
-
-@pytest.fixture(scope="module")
-def gateway_process(engines: EnginePool) -> Iterator[GatewayProcess]:
-    """One gateway; tests kill it and start it again."""
-    engines.close()  # vLLM has one worker connector a process, so one engine at a time
-    with gateway() as process:
-        yield process
 
 
 @pytest.fixture(scope="module", params=WAYS)

@@ -19,22 +19,14 @@ from tests.vllm.connector_support import (
     settle,
     watching,
 )
-from tests.vllm.engine import KJV, LORA, PYTHON, Engine, EnginePool, copy_model, flip_last_byte, prompt_tokens, put_adapter
-from tests.vllm.gateway import GatewayProcess, gateway, wait_until
+from tests.vllm.engine import KJV, LORA, PYTHON, Engine, copy_model, flip_last_byte, prompt_tokens, put_adapter
+from tests.vllm.gateway import GatewayProcess, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
 PROMPT = prompt_tokens(600)
 CHUNKS_TOKENS = 512
 """What of PROMPT can be restored."""
-
-
-@pytest.fixture(scope="module")
-def gateway_process(engines: EnginePool) -> Iterator[GatewayProcess]:
-    """One gateway; every test uses another salt, and so a cache of its own."""
-    engines.close()  # vLLM has one worker connector a process, so one engine at a time
-    with gateway() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

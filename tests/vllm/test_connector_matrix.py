@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,8 +20,8 @@ from tests.vllm.connector_support import (
     scheduled_asynchronously,
     watching,
 )
-from tests.vllm.engine import BLOCK_TOKENS, Engine, EnginePool, prompt_tokens
-from tests.vllm.gateway import GatewayProcess, gateway
+from tests.vllm.engine import BLOCK_TOKENS, Engine, prompt_tokens
+from tests.vllm.gateway import GatewayProcess
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -79,14 +78,6 @@ def pairwise() -> list[Setup]:
 
 PAIRWISE = pairwise()
 SETUPS = [pytest.param(s, id=str(s), marks=() if s in PAIRWISE else (pytest.mark.slow,)) for s in EVERY]
-
-
-@pytest.fixture(scope="module")
-def gateway_process(engines: EnginePool) -> Iterator[GatewayProcess]:
-    """One gateway for all setups: what an engine stores there, the next one may restore."""
-    engines.close()  # vLLM has one worker connector a process, so one engine at a time
-    with gateway() as process:
-        yield process
 
 
 def test_pairwise_meets_every_pair() -> None:

@@ -8,9 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ import pytest
 from tests.vllm.connector_support import Reply, ask_all, assert_same_or_tie, connected
 from tests.vllm.engine import KJV, LORA, MODEL, ROOT, flip_last_byte, prompt_tokens
 from tests.vllm.engine_process import EngineProcess, engine_process, reconnected
-from tests.vllm.gateway import GatewayProcess, wait_until
+from tests.vllm.gateway import GatewayProcess, started, wait_until
 from tests.vllm.test_explain import explained
 
 LMCACHE_KVGATE = ROOT / ".venv" / "gateway" / "bin" / "kvgate"
@@ -71,19 +68,6 @@ class LMCacheGateway(GatewayProcess):
         wait_until(lambda: shards <= self.stored().keys(), SETTLE_S, "the objects did not reach L2:\n" + self.log[-4000:])
 
 
-@contextmanager
-def lmcache_gateway() -> Iterator[LMCacheGateway]:
-    """One, started."""
-    root = Path(tempfile.mkdtemp(prefix="kvg-"))
-    process = LMCacheGateway(root)
-    try:
-        process.start()
-        yield process
-    finally:
-        process.stop()
-        shutil.rmtree(root, ignore_errors=True)
-
-
 @dataclass
 class Story:
     """What happened in one run of the scenario, step by step; the tests below read it."""
@@ -102,7 +86,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     """Store with two workers; start everything anew; restore; lose one worker's object; ask with one worker."""
     folder = tmp_path_factory.mktemp("tp2")
     seen = Story()
-    with lmcache_gateway() as gateway:
+    with started(LMCacheGateway) as gateway:
         with engine_process(gateway, folder / "first", environment=TWO_CORES, **TP2) as engine:
             store(engine, gateway, seen)
         gateway.restart()
@@ -246,7 +230,7 @@ def test_one_worker_misses_what_two_stored_because_of_the_plan(story: Story) -> 
 def test_a_kv_head_that_both_workers_hold_is_stored_once(tmp_path: Path) -> None:
     """With one KV head both workers hold equal copies: one object a chunk, whichever of them is first; both load that one."""
     with (
-        lmcache_gateway() as gateway,
+        started(LMCacheGateway) as gateway,
         engine_process(
             gateway, tmp_path / "engine", environment=TWO_CORES, model=str(one_kv_head(tmp_path / "m")), **TP2
         ) as engine,

@@ -11,20 +11,13 @@ import pytest
 
 from tests.vllm.connector_support import ask_all, connected, forget_local
 from tests.vllm.engine import KJV, LORA, PYTHON, Engine, prompt_tokens
-from tests.vllm.gateway import KVGATE, START_S, GatewayProcess, gateway
+from tests.vllm.gateway import KVGATE, START_S, GatewayProcess
 
 pytestmark = pytest.mark.timeout(600)
 
 PROMPT = prompt_tokens(600)
 TOKENS = 24
 """Enough steps for the explanation to arrive before the end."""
-
-
-@pytest.fixture(scope="module")
-def gateway_process() -> Iterator[GatewayProcess]:
-    """One gateway; every test uses another salt, and so a cache of its own."""
-    with gateway() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

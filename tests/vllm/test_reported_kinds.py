@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.vllm.connector_support import Watch, ask_all, assert_same_or_tie, connected, forget_local, watching
 from tests.vllm.engine import KJV, LORA, copy_model, flip_last_byte, prompt_tokens
-from tests.vllm.gateway import GatewayProcess, gateway
+from tests.vllm.gateway import GatewayProcess
 from tests.vllm.test_explain import explained
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,13 +24,6 @@ class First:
 
     restored: tuple[tuple[int, ...], ...]
     watch: Watch
-
-
-@pytest.fixture(scope="module")
-def gateway_process() -> Iterator[GatewayProcess]:
-    """One gateway."""
-    with gateway() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

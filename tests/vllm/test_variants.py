@@ -25,8 +25,8 @@ from tests.vllm.connector_support import (
     settle,
     watching,
 )
-from tests.vllm.engine import BLOCK_TOKENS, MODEL, Engine, EnginePool, prompt_tokens
-from tests.vllm.gateway import GatewayProcess, gateway
+from tests.vllm.engine import BLOCK_TOKENS, MODEL, Engine, prompt_tokens
+from tests.vllm.gateway import GatewayProcess
 from tests.vllm.variant_support import (
     TAIL,
     TOKENS,
@@ -47,14 +47,6 @@ pytestmark = pytest.mark.timeout(90)
 IDS = prompt_tokens(TOKENS, file=0)
 OTHER = prompt_tokens(TOKENS, file=1)
 SALT = "salted"
-
-
-@pytest.fixture(scope="module")
-def gateway_process(engines: EnginePool) -> Iterator[GatewayProcess]:
-    """One gateway; tests kill it and start it again."""
-    engines.close()  # vLLM has one worker connector a process, so one engine at a time
-    with gateway() as process:
-        yield process
 
 
 @pytest.fixture(scope="module", params=["background", pytest.param("in step", marks=pytest.mark.slow)])

@@ -12,22 +12,14 @@ import pytest
 
 from demo.openai_server import OpenAIServer
 from kvgate.client.sdk import Gateway, NotStored
-from tests.vllm.engine import EnginePool, prompt_tokens
-from tests.vllm.gateway import GatewayProcess, gateway, wait_until
+from tests.vllm.engine import prompt_tokens
+from tests.vllm.gateway import GatewayProcess, wait_until
 from tests.vllm.variant_support import TAIL, TOKENS, stranger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 IDS = prompt_tokens(TOKENS, file=0)
 OTHER = prompt_tokens(TOKENS, file=1)
-
-
-@pytest.fixture(scope="module")
-def gateway_process(engines: EnginePool) -> Iterator[GatewayProcess]:
-    """One gateway."""
-    engines.close()
-    with gateway() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
