@@ -58,7 +58,7 @@ def spread(values: list[float]) -> float:
     if len(values) < 4:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)
-    return (high - low) / middle
+    return (high - low) / middle if middle else 0.0
 
 
 def differences(ours: list[float], theirs: list[float], draws: int = 2001) -> list[float]:
