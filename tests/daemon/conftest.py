@@ -97,6 +97,15 @@ async def eventually(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
         pytest.fail(f"never happened: {what}")
 
 
+async def ranks_are(gateway: Gateway, *live: str) -> None:
+    """Wait until the registrations count these live ranks, e.g. ``1/2``; one without any is not listed."""
+
+    async def seen() -> bool:
+        return sorted(entry["ranks"] for entry in (await gateway.status())["registrations"]) == sorted(live)
+
+    await eventually(f"{live} ranks", seen)
+
+
 async def nothing_held(gateway: Gateway) -> None:
     """Wait until no lease, hold, load or write is left."""
 

@@ -16,7 +16,7 @@ from kvgate.daemon.app import Gateway
 from kvgate.protocol.messages import Commit, Committed, Reserve, Reserved, WrittenPayload
 from tests.daemon import makers
 from tests.daemon.backends import FaultyBackend
-from tests.daemon.conftest import Start, eventually, nothing_held
+from tests.daemon.conftest import Start, eventually, nothing_held, ranks_are
 from tests.daemon.engine import Engine, payload
 from tests.daemon.wire import WAIT_S, denied
 
@@ -196,10 +196,10 @@ async def test_reconnected_process_with_new_weights_commits_nothing(gateway: Gat
 
 @asynccontextmanager
 async def writer_process(
-    gateway: Gateway, engine: str, lease: bytes, *chunks: int
+    gateway: Gateway, engine: str, lease: bytes, *chunks: int, tp: int = 1
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A worker in another process that has reserved ``chunks``."""
-    arguments = ["-m", "tests.daemon.writer_process", str(gateway.config.socket_path), engine, lease.hex()]
+    """The last of an engine's ``tp`` workers, in another process, that has reserved ``chunks``."""
+    arguments = ["-m", "tests.daemon.writer_process", str(gateway.config.socket_path), engine, str(tp), lease.hex()]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *arguments,
@@ -215,6 +215,13 @@ async def writer_process(
         await process.wait()
 
 
+async def tell(process: asyncio.subprocess.Process, command: str) -> list[int] | int:
+    """Have the process do something; what it says."""
+    assert process.stdin is not None
+    process.stdin.write(f"{command}\n".encode())
+    return await line(process)
+
+
 async def line(process: asyncio.subprocess.Process) -> list[int] | int:
     """One line of JSON from the process."""
     assert process.stdout is not None
@@ -227,10 +234,13 @@ async def test_killed_writer_frees_its_slots_only_at_its_exit(gateway: Gateway) 
     """SIGSTOP does not free an open slot, SIGKILL does: nobody gets a buffer that a process may still write to."""
     engine = await Engine.start(gateway.config.socket_path)
     lease = await engine.lease("a", "b")
+    await engine.workers[0].close()
+    await ranks_are(gateway)
     async with writer_process(gateway, "engine", lease, 0, 1) as process:
         assert len(await line(process)) == 2  # type: ignore[arg-type]
+        await tell(process, "leave")
         process.send_signal(signal.SIGSTOP)
-        await engine.workers[0].close()
+        await ranks_are(gateway)
         await engine.join(0)
         await asyncio.sleep(0.2)
         assert [slot.status for slot in (await engine.reserve(lease, 0, 1)).slots] == ["busy", "busy"]
@@ -259,10 +269,12 @@ async def test_lost_connection_of_a_living_writer_frees_nothing(gateway: Gateway
 
 async def test_other_process_cannot_commit_my_reservation(gateway: Gateway) -> None:
     """Reservations belong to the process that got them: another one can neither publish nor abort them."""
-    engine = await Engine.start(gateway.config.socket_path)
+    engine = await Engine.start(gateway.config.socket_path, tp=2)
     lease = await engine.lease("chunk 0")
     other = await Engine.start(gateway.config.socket_path, engine=makers.engine_id("other"))
-    async with writer_process(gateway, "engine", lease, 0) as process:
+    await engine.workers[1].close()
+    await ranks_are(gateway, "1/2", "1/1")
+    async with writer_process(gateway, "engine", lease, 0, tp=2) as process:
         (theirs,) = await line(process)  # type: ignore[misc]
         stolen = WrittenPayload(reservation=theirs, digest=blake3(b"").digest())
         for thief in (engine, other):
@@ -270,9 +282,8 @@ async def test_other_process_cannot_commit_my_reservation(gateway: Gateway) -> N
                 async with denied("denied", "reservation"):
                     await thief.commit(items, aborted)
         assert await engine.hit("chunk 0") == 0
+        assert await tell(process, "commit") == 1
         assert process.stdin is not None
-        process.stdin.write(b"commit\n")
-        assert await line(process) == 1
         process.stdin.write(b"end\n")
         await process.wait()
     await engine.close()

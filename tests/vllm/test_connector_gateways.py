@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -14,7 +17,7 @@ from tests.vllm.connector_support import (
     forget_local,
     reconnect,
 )
-from tests.vllm.engine import EnginePool, prompt_tokens
+from tests.vllm.engine import EnginePool, prompt_tokens, running
 from tests.vllm.gateway import gateway
 
 pytestmark = pytest.mark.timeout(600)
@@ -66,3 +69,61 @@ def test_other_chunk_sizes() -> None:
             forget_local(engine)
             assert ask_all(engine, [prompt_tokens(300)])[0].restored == expected
         assert_nothing_held(process)
+
+
+_HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from tests.daemon import makers
+from tests.daemon.engine import Engine
+
+async def main():
+    report = makers.report(engine=bytes.fromhex(sys.argv[2]), representation=makers.representation(chunk_tokens=256))
+    engine = Engine(Path(sys.argv[1]), report, None)
+    await engine.join(0)
+    print("registered", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await engine.workers[0].close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_engine_id_of_another_live_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine with the id of a live one computes all, says once why and what mends it, and caches soon after that one's end."""
+    logger = logging.getLogger("vllm.kvgate")
+    caplog.set_level(logging.WARNING, logger="vllm.kvgate")
+    logger.addHandler(caplog.handler)  # vLLM's own logger passes nothing on
+    name = hashlib.sha256(b"kvgate engine " + b"fixed").digest()[:16].hex()
+    with gateway() as process:
+        holder = subprocess.Popen(
+            [sys.executable, "-c", _HOLDER, process.endpoint, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "registered\n"
+            config = {
+                "kv_connector": "KVGateConnector",
+                "kv_connector_module_path": "kvgate_vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "engine_id": "fixed",
+                "kv_connector_extra_config": {"endpoint": process.endpoint, "register_ms": 1500},
+            }
+            with running(connector=None, kv_transfer_config=config) as engine:
+                reply = ask_all(engine, [prompt_tokens(300)])[0]
+                assert (reply.restored, reply.kvgate["outcome"]) == (0, "no gateway")
+                said = {id(record): record.getMessage() for record in caplog.records}
+                (refusal,) = [text for text in said.values() if "another running process" in text]
+                assert "engine_id of its own" in refusal
+                holder.kill()
+                holder.wait()
+                reconnect(engine)
+                for expected in (0, 256):
+                    forget_local(engine)
+                    assert ask_all(engine, [prompt_tokens(300)])[0].restored == expected
+        finally:
+            logger.removeHandler(caplog.handler)
+            holder.kill()
+            holder.wait()

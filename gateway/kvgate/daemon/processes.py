@@ -23,6 +23,10 @@ class Process:
         """Whether it still runs (a zombie does not)."""
         return self.started != 0 and _start_of(self.pid) == self.started
 
+    def ended(self) -> bool:
+        """Whether it is known not to run any more; False too for one whose start could not be seen."""
+        return self.started != 0 and _start_of(self.pid) != self.started
+
 
 def _start_of(pid: int) -> int:
     try:

@@ -163,6 +163,7 @@ class Registry:
 
     def report(self, report: RegisterWorker, session: int, process: Process, domain_key: bytes, domain: bytes) -> Registration:
         """One rank's report. Raises ``Refused``; a rank that disagrees with the others revokes the registration for all."""
+        self._require_own_rank(report, process, domain)
         # First of all, whatever becomes of the report: its engine has new weights, so the old contract is wrong.
         self._supersede(report, domain)
         self._check(report)
@@ -221,6 +222,29 @@ class Registry:
         if not any((other.domain, other.engine) == name for other in self._by_handle.values()):
             # A fixed engine id may be used again by the next start, which counts from zero.
             self._newest.pop(name, None)
+
+    def _require_own_rank(self, report: RegisterWorker, process: Process, domain: bytes) -> None:
+        """Raise ``Refused`` where another process speaks for this rank and lives: that is another engine, and nothing of its changes.
+
+        Ranks of processes that have ended are missing from now on, whether or not their connections were seen to close: another
+        process may hold a copy of one, and the engine's next start must not wait for that.
+        """
+        rank = (report.pp_rank, report.tp_rank)
+        for registration in list(self._by_handle.values()):
+            if (registration.domain, registration.engine) != (domain, report.engine):
+                continue
+            for one in [one for one in registration.live if registration.processes[one].ended()]:
+                registration.leave(one)
+            holder = registration.processes.get(rank)
+            if rank in registration.live and holder is not None and holder != process and holder.lives():
+                raise Refused(
+                    "denied",
+                    "another running process is registered as this rank of an engine with this engine_id",
+                    field="engine",
+                    remedy="give each engine an engine_id of its own in --kv-transfer-config, or none; or stop the other one",
+                )
+            if not registration.live:
+                self._put_aside(registration)
 
     def _supersede(self, report: RegisterWorker, domain: bytes) -> None:
         name = (domain, report.engine)

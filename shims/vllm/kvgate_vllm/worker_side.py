@@ -41,6 +41,8 @@ KEEPS_WRITES: Final = SINCE[KeepWrites]
 ATTACH_START_S: Final = 20.0
 """How much longer the engine's start waits where the gateway is mapping its pages already."""
 REGISTER_PAUSE_S: Final = 5.0
+RANK_PAUSE_S: Final = 1.0
+"""How often a worker asks again whose rank another process has. That of a killed engine may take a moment to end."""
 PAGES_GO_S: Final = 30.0
 """How long an engine that frees its pages waits for the copies under way."""
 
@@ -129,7 +131,7 @@ class WorkerSide:
         try:
             await self._register(self._client.request, welcome)
         except GatewayRefused as error:
-            LOGGER.warning("kvgate: the gateway refused the registration: %s", error)
+            self._state.log_once(f"the gateway refused the registration: {error}")
         except GatewayUnavailable:
             pass  # the next connection registers
 
@@ -146,9 +148,10 @@ class WorkerSide:
             if welcome.wire >= KEEPS_WRITES:
                 await call(KeepWrites(reservations=self._ways.held_writes()), CALL_S)
             transfers = await self._ways.transfers(call, form, welcome)
-        except (GatewayRefused, GatewayUnavailable):
-            if self._ways.must_lend:
-                self._client.spawn(self._register_later(connection))
+        except (GatewayRefused, GatewayUnavailable) as error:
+            taken = isinstance(error, GatewayRefused) and error.failure.field == "engine"
+            if self._ways.must_lend or taken:
+                self._client.spawn(self._register_later(connection, RANK_PAUSE_S if taken else REGISTER_PAUSE_S))
             raise
         except (Uncacheable, ContractError, GeometryError) as error:
             self._state.log_once(str(error))
@@ -168,8 +171,8 @@ class WorkerSide:
         if previous is not None and welcome.wire < KEEPS_WRITES:
             previous.abort_unsettled(welcome.boot)
 
-    async def _register_later(self, connection: int) -> None:
-        await asyncio.sleep(REGISTER_PAUSE_S)
+    async def _register_later(self, connection: int, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
         if self._client.connection == connection and self._registration is None:
             await self._register_again()
 
