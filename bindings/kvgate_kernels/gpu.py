@@ -57,7 +57,7 @@ class GpuCode:
 
 
 def pick_target(capability: tuple[int, int]) -> str:
-    """``sm_90`` machine code on Hopper, portable ``sm_80`` PTX on anything else from Ampere on."""
+    """``sm_90`` machine code on Hopper, portable ``sm_80`` PTX on anything else from Ampere on. Below: ``NativeUnavailable``."""
     if capability == (9, 0):
         return "sm_90"
     if capability >= (8, 0):

@@ -185,7 +185,7 @@ def table_count(plan: Plan) -> int:
 
 
 def check_gather(pages: PageSet, payload: PayloadGeometry) -> None:
-    """``NoKernel`` unless the gather kernel can move these pages."""
+    """Raise ``NoKernel`` unless the gather kernel can move these pages."""
     row = payload.head_dim * payload.element_bytes
     _check(pages, payload, row, payload.rows * row // LINE_BYTES, max(payload.chunk_tokens, row // LINE_BYTES))
     if payload.codec is not Codec.RAW or payload.element_bytes != 2:

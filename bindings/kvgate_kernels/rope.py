@@ -49,7 +49,11 @@ Scaling = LinearScaling | YarnScaling | Llama3Scaling | None
 
 
 def inverse_frequencies(rotary_dim: int, theta: float, scaling: Scaling = None) -> torch.Tensor:
-    """Radians per position of each pair, float64 [rotary_dim / 2]."""
+    """Radians per position of each pair, float64 [rotary_dim / 2]: ``theta ** (-2i / rotary_dim)``, scaled.
+
+    Raises ``GeometryError`` for an odd or empty rotary dimension. Formulas: RoPE, Su et al. 2021 (arXiv 2104.09864); YaRN, Peng et al.
+    2023 (arXiv 2309.00071); Llama 3's, as its reference implementation and Hugging Face's ``rope_type: llama3`` have it.
+    """
     if rotary_dim < 2 or rotary_dim % 2:
         raise GeometryError(f"rotary_dim must be even and positive, got {rotary_dim}")
     plain = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
@@ -98,7 +102,10 @@ class Rotation:
     def between(
         cls, old: Sequence[int], new: Sequence[int], frequencies: torch.Tensor, *, interleaved: bool = False
     ) -> Rotation:
-        """The turn of each token from its old position to its new one."""
+        """The turn of each token from its old position to its new one: angle ``(new - old) * frequency`` of each pair.
+
+        Raises ``GeometryError`` where there are not as many of both.
+        """
         if len(old) != len(new):
             raise GeometryError(f"{len(old)} old positions, {len(new)} new ones")
         delta = torch.tensor(new, dtype=torch.float64) - torch.tensor(old, dtype=torch.float64)

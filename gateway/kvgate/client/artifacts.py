@@ -48,7 +48,7 @@ class Source:
     shared_token_key: bytes | None = field(repr=False)
 
     def key_of(self, scope: str) -> bytes:
-        """What tokens of an artifact of ``scope`` are hashed with."""
+        """The key that tokens of an artifact of ``scope`` are hashed with. ``ArtifactError`` where no such scope is to be had."""
         if scope != "global":
             return self.token_key
         if self.shared_token_key is None:

@@ -129,7 +129,7 @@ class GatewayClient:
         return reply
 
     def call(self, message: Record, deadline_s: float) -> Record:
-        """``submit`` and wait. Not on the client's own loop."""
+        """``submit`` and wait for the reply; raises what its future would. Not on the client's own loop."""
         assert threading.current_thread() is not self._thread, "call() would block the loop that answers it"
         try:
             # The loop settles the reply at its deadline; the margin only matters if that thread is starved.

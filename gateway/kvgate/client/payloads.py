@@ -48,7 +48,10 @@ def require_finite(what: str, array: Floats, dtype: str) -> None:
 
 
 def decode(representation: Representation, rectangle: Rectangle, payload: bytes) -> tuple[Floats, Floats]:
-    """Keys and values of one chunk of ``rectangle``: float32 ``[layers, heads, tokens, dim]`` each."""
+    """Keys and values of one chunk of ``rectangle``: float32 ``[layers, heads, tokens, dim]`` each.
+
+    ``payload`` has exactly ``representation.payload_bytes(rectangle)`` bytes; the form is one that ``require_supported`` lets pass.
+    """
     import numpy as np
 
     group, tokens = representation.groups[rectangle.group], representation.chunk_tokens

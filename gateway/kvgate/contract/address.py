@@ -39,7 +39,7 @@ class Extra(Record):
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Tokens as u32 little-endian."""
+    """Tokens as u32 little-endian, 4 bytes each. Raises ``ContractError`` for what is no integer from 0 to 2**32-1."""
     try:
         # An array takes bytes as ready-made machine words, not as a sequence of small numbers.
         if isinstance(tokens, bytes | bytearray):
@@ -52,7 +52,8 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 def token_digests(token_key: bytes, tokens: Sequence[int], chunk_tokens: int, start_chunk: int = 0) -> list[bytes]:
     """``t[n]`` of every full chunk of ``tokens`` from ``start_chunk`` on, for chunks without extras.
 
-    ``token_key`` is the domain's 32-byte token key. Tokens after the last full chunk have no digest.
+    ``token_key`` is the domain's 32-byte token key. Tokens after the last full chunk have no digest. Raises ``ContractError`` for a
+    chunk size or a token out of range, and a negative ``start_chunk``.
     """
     if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
         raise ContractError("chunk_tokens", "is out of range", f"between 1 and {MAX_CHUNK_TOKENS}")
@@ -65,14 +66,20 @@ def token_digests(token_key: bytes, tokens: Sequence[int], chunk_tokens: int, st
 
 
 def token_digest(token_key: bytes, tokens: Sequence[int], extras: Sequence[Extra] = ()) -> bytes:
-    """``t`` of one chunk: keyed hash of token count, tokens and extras. Extras are taken in order of offset and digest."""
+    """``t`` of one chunk: 32-byte keyed hash of token count, tokens and extras. The order in which extras are given is not identity.
+
+    Raises ``ContractError`` for what is no token id.
+    """
     ordered = sorted(extras, key=lambda e: (e.offset_tokens, e.kind, e.digest, e.length_tokens))
     tail = encode([extra.to_value() for extra in ordered]) if ordered else _NO_EXTRAS
     return keyed(token_key, struct.pack("<I", len(tokens)) + token_bytes(tokens) + tail)
 
 
 def chunk_address(parent: bytes, index: int, token: bytes) -> bytes:
-    """``chunk[n] = H_chunk(chunk[n-1] or root, n, t[n])``."""
+    """``chunk[n] = H_chunk(chunk[n-1] or root, n, t[n])``, 32 bytes (docs/contract.md).
+
+    Raises ``ContractError`` where ``parent`` or ``token`` is no digest, or ``index`` no u64.
+    """
     if len(parent) != DIGEST_BYTES or len(token) != DIGEST_BYTES:
         raise ContractError("parent" if len(parent) != DIGEST_BYTES else "token", "must have exactly 32 bytes")
     try:
@@ -83,7 +90,10 @@ def chunk_address(parent: bytes, index: int, token: bytes) -> bytes:
 
 
 def chunk_chain(parent: bytes, tokens: Iterable[bytes], start_index: int = 0) -> list[bytes]:
-    """Chunk addresses for consecutive token digests; ``parent`` is the root, or the address of chunk ``start_index - 1``."""
+    """Chunk addresses for consecutive token digests; ``parent`` is the root, or the address of chunk ``start_index - 1``.
+
+    Raises ``ContractError`` as ``chunk_address`` does.
+    """
     chain = []
     for index, token in enumerate(tokens, start_index):
         parent = chunk_address(parent, index, token)
@@ -92,7 +102,10 @@ def chunk_chain(parent: bytes, tokens: Iterable[bytes], start_index: int = 0) ->
 
 
 def shard_address(chunk: bytes, rectangle: Rectangle) -> bytes:
-    """The name of the one stored object that holds ``rectangle`` of ``chunk``."""
+    """The 32-byte name of the one stored object that holds ``rectangle`` of ``chunk``: ``H_shard(chunk, group, layers, heads)``.
+
+    Raises ``ContractError`` where ``chunk`` is no digest.
+    """
     if len(chunk) != DIGEST_BYTES:
         raise ContractError("chunk", "must have exactly 32 bytes")
     r = rectangle

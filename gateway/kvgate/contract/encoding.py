@@ -21,7 +21,7 @@ MAX_DEPTH = 16
 MAX_VALUES = 1 << 17
 """Values in one encoding, counted with everything nested in it (a map's keys count too): bounds what a short input can unfold to."""
 
-type_names = "int, bytes, text, array, map with text keys, true, false or null"
+TYPE_NAMES = "int, bytes, text, array, map with text keys, true, false or null"
 
 
 def encode(value: Any) -> bytes:
@@ -54,7 +54,7 @@ def check(value: Any, path: str, depth: int) -> None:
         _check_map(value, path, depth)
     else:
         # Subclasses (IntEnum, OrderedDict, numpy ints) are refused too: their encoding is not ours to promise.
-        raise ContractError(path, f"type {kind.__name__} is outside the contract", type_names)
+        raise ContractError(path, f"type {kind.__name__} is outside the contract", TYPE_NAMES)
 
 
 def check_text(text: str, path: str) -> None:

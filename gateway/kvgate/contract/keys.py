@@ -1,4 +1,8 @@
-"""Keys derived from the deployment secret. Raw tenant names and salts go in here and never come out."""
+"""Keys derived from the deployment secret. Raw tenant names and salts go in here and never come out.
+
+All keys, ids and digests are 32 bytes. Every function raises ``ContractError`` for a key of another length and for a name or salt that
+is no text, empty, or longer than ``MAX_NAME_BYTES`` in UTF-8.
+"""
 
 from __future__ import annotations
 

@@ -97,20 +97,26 @@ class TransformManifest(IdentityRecord):
 
 
 def source_prefix(last: bytes, source_tokens: int, tail: bytes | None) -> bytes:
-    """Digest of a whole source: its last chunk's address (the root where it fills none), its length, and the token digest of what
-    lies after the last full chunk (None: nothing does)."""
+    """Digest of a whole source: ``last``, its last chunk's address (the root where it fills none), its length, and ``tail``, the token
+    digest of what lies after the last full chunk (None: nothing does)."""
     return digest(Kind.SOURCE_PREFIX, encode([last, source_tokens, tail]))
 
 
 def query_digest(token_key: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of a query's tokens, keyed with the domain's token key so that it can't be guessed from outside."""
+    """Digest of a query's tokens, keyed with the domain's token key so that it can't be guessed from outside.
+
+    Raises ``ContractError`` where there are none, or one is no token id.
+    """
     if not tokens:
         raise ContractError("query", "is empty", "give its tokens, or null for a transform that looks at none")
     return digest(Kind.QUERY, token_digest(token_key, tokens))
 
 
 def retained(rows: Rows, per: str) -> Retained:
-    """The record of kept original positions. Each list is in ascending order, and all have one length."""
+    """The record of kept original positions. Each list is in ascending order, and all have one length.
+
+    Raises ``ContractError`` for anything else, for what is no position, and where ``per`` does not fit the shape.
+    """
     layers, heads, tokens = _shape("retained", rows)
     for layer in rows:
         for row in layer:
@@ -121,7 +127,10 @@ def retained(rows: Rows, per: str) -> Retained:
 
 
 def position_map(old: Rows, new: Rows) -> bytes:
-    """Digest of where each kept position went: ``new`` has the shape of ``old``."""
+    """Digest of where each kept position went: ``new`` has the shape of ``old``, entry by entry.
+
+    Raises ``ContractError`` where it has another, and for what is no position.
+    """
     shape = _shape("position_map", old)
     if _shape("position_map", new) != shape:
         raise ContractError("position_map", "has another shape than the kept positions", "one new position for each")

@@ -36,7 +36,7 @@ T = TypeVar("T")
     ),
 )
 def frozen(cls: type[T]) -> type[T]:
-    """Make ``cls`` a frozen, slotted, keyword-only record. Every field needs a spec; there are no defaults."""
+    """Make ``cls`` a frozen, slotted, keyword-only record. Every field needs a spec (else ``TypeError``); there are no defaults."""
     made = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
     for field in dataclasses.fields(made):  # type: ignore[arg-type]
         if "spec" not in field.metadata:
@@ -89,7 +89,7 @@ class Record:
 
     @classmethod
     def from_value(cls, value: Any) -> Self:
-        """Build from a decoded map; a missing or unknown field is refused by name."""
+        """Build from a decoded map. Raises ``ContractError`` naming a field that is missing, unknown or out of range."""
         if type(value) is dict and value.keys() == cls._names:
             return cls(**{name: spec.from_value(name, value[name]) for name, spec in cls._specs})
         return cls._build(value, lambda spec, name, item: spec.from_value(name, item))
@@ -101,7 +101,7 @@ class Record:
 
     @classmethod
     def decode(cls, data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> Self:
-        """Decode strictly and validate."""
+        """Decode strictly and validate. Raises ``ContractError`` naming the field, or what is wrong with the encoding."""
         return cls.from_value(decode(data, max_bytes))
 
     def to_json(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Representation(IdentityRecord):
                 raise ContractError(f"groups[{index}].head_dim_v", "codec k16v8 needs a V of its own", "codec raw")
 
     def payload_bytes(self, rectangle: Rectangle) -> int:
-        """Exact payload length of one chunk of ``rectangle``, which must lie inside its group."""
+        """Exact payload length of one chunk of ``rectangle``. Raises ``ContractError`` where that does not lie inside its group."""
         if rectangle.group >= len(self.groups):
             raise ContractError("rectangle.group", "is not a group of this representation")
         group = self.groups[rectangle.group]

@@ -44,7 +44,7 @@ class Frame:
 
 
 def frame_bytes(frame_id: int, message: Record) -> bytes:
-    """A whole frame, header included."""
+    """A whole frame, header included. Raises ``ContractError`` where it is over ``MAX_FRAME_BYTES`` or holds too many values."""
     kind = type(message)
     tail = _TAILS.get(kind)
     if tail is None or type(frame_id) is not int or not 0 <= frame_id <= INT_MAX:
@@ -68,7 +68,7 @@ def frame_length(header: bytes) -> int:
 
 
 def parse_frame(payload: bytes) -> Frame:
-    """Decode a frame's payload strictly."""
+    """Decode a frame's payload strictly. Raises ``ContractError``; its body is not validated yet."""
     value = decode(payload, MAX_FRAME_BYTES)
     if not isinstance(value, dict) or value.keys() != _KEYS:
         raise ContractError("frame", "is not a map of id, type and body")

@@ -42,7 +42,10 @@ def prefix_of(source: PrefixKv, rotary: Rotary) -> Prefix:
 
 
 def of_artifact(name: str, made: Any, source: PrefixKv) -> Result:
-    """What the function gave: an artifact, or a bare tuple, which has no manifest; rounded to the cache's type, as publishing does."""
+    """What the function gave: an artifact, or a bare tuple, which has no manifest; rounded to the cache's type, as publishing does.
+
+    Raises ``ScreenError`` for anything else.
+    """
     if isinstance(made, Artifact):
         manifest = made.manifest
         said = Named(

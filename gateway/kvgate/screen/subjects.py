@@ -85,7 +85,10 @@ def full(source: PrefixKv, rotary: Rotary, window: Window | None) -> Result:
 
 
 def coded(source: PrefixKv, codec: str) -> Result:
-    """The ordinary cache with values, and for k8v8 also keys, in 8 bits with one scale a group of 32; what decoding gives."""
+    """The ordinary cache with values, and for k8v8 also keys, in 8 bits with one scale a group of 32; what decoding gives.
+
+    Raises ``TransformError`` where the cache has no 16-bit floats.
+    """
     import torch
 
     from kvgate_kernels import codecs
@@ -112,8 +115,9 @@ def coded(source: PrefixKv, codec: str) -> Result:
 def query_aware(source: PrefixKv, window: Window | None, ratio: Fraction) -> Result:
     """Quest's way: for each layer, the pages of the ordinary cache that the window's queries could attend to most.
 
-    The bound of a page is the sum over dimensions of what its largest or smallest key element could give; the best pages are read where
-    they lie. Nothing new is stored.
+    After Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (arXiv 2406.10774). The bound of a page
+    is the sum over dimensions of what its largest or smallest key element could give; the best pages are read where they lie. Nothing
+    new is stored. Raises ``TransformError`` without a window, and for a source without a whole page.
     """
     import torch
 
@@ -181,7 +185,7 @@ def own(text: str, keep: Fraction | None = None) -> Subject:
 
 
 def of_object(name: str, found: Any, keep: Fraction | None = None) -> Subject:
-    """What ``own`` found, as a subject."""
+    """What ``own`` found, as a subject. Raises ``ScreenError`` for what is no transform."""
     made = isinstance(found, type) or (callable(found) and not hasattr(found, "choose") and _needs(found) in ([], ["ratio"]))
     found, used = _with_ratio(found, keep)
     if made:

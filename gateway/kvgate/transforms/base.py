@@ -89,13 +89,16 @@ class Window:
             raise TransformError("a window must be of the last tokens of its prompt")
 
     def last(self, count: int) -> Window:
-        """Its last ``count`` tokens."""
+        """Its last ``count`` tokens. Raises ``TransformError`` where it has fewer."""
         if not 1 <= count <= len(self.positions):
             raise TransformError(f"the window holds {len(self.positions)} tokens, {count} are needed")
         return Window(self.queries[:, :, -count:], self.positions[-count:], self.prompt)
 
     def query_ids(self, source: Sequence[int]) -> tuple[int, ...]:
-        """Ids of the query, for the manifest: what follows ``source`` in the prompt, and what of the window lies in ``source``."""
+        """Ids of the query, for the manifest: what follows ``source`` in the prompt, and what of the window lies in ``source``.
+
+        Raises ``TransformError`` where the window's prompt does not begin with the source.
+        """
         if self.prompt[: len(source)] != tuple(source[: len(self.prompt)]):
             raise TransformError("the window is of a prompt that does not begin with the source")
         return self.prompt[min(len(source), self.positions[0]) :]
@@ -158,8 +161,7 @@ class Compacted:
 
 def retained_tokens(tokens: int, ratio: Fraction, chunk_tokens: int) -> int:
     """``tokens * ratio`` rounded to whole chunks (half a chunk upwards), at least one chunk. Raises ``TransformError``."""
-    if not 0 < ratio <= 1:
-        raise TransformError(f"ratio must be above 0 and at most 1, got {ratio}")
+    check_ratio(ratio)
     if tokens < chunk_tokens:
         raise TransformError(f"{tokens} tokens are less than one chunk of {chunk_tokens}")
     chunks = int(tokens * ratio / chunk_tokens + Fraction(1, 2))
@@ -184,7 +186,7 @@ def compact(transform: Transform, source: PrefixKv, rotary: Rotary, window: Wind
 
 
 def check_positions(positions: torch.Tensor, source: PrefixKv, count: int) -> None:
-    """Refuse a choice of the wrong shape, out of range, or not strictly ascending."""
+    """Raise ``TransformError`` for a choice of the wrong shape or type, out of range, or not strictly ascending."""
     import torch
 
     if not isinstance(positions, torch.Tensor):

@@ -37,7 +37,7 @@ class Recency:
         return (("anchors", str(self.anchors)), ("ratio", str(self.ratio)))
 
     def choose(self, source: PrefixKv, retained_tokens: int, window: Window | None) -> torch.Tensor:
-        """Original positions to keep, ``[1, 1, retained]``."""
+        """Original positions to keep, ``[1, 1, retained]``. Raises ``TransformError`` where the anchors do not fit."""
         import torch
 
         if self.anchors > retained_tokens:

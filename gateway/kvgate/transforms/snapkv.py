@@ -2,7 +2,7 @@
 
 For every query of the window: attention weights over the source (softmax, causal), summed over the window and over the query heads that
 share a KV head, smoothed along the tokens by pooling; the best tokens before the window are kept, and those of the window that lie in
-the source.
+the source. After Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv 2404.14469).
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class SnapKV:
         return tuple((name, str(value)) for name, value in sorted(settings.items()))
 
     def choose(self, source: PrefixKv, retained_tokens: int, window: Window | None) -> torch.Tensor:
-        """Original positions to keep, ``[layers, KV heads, retained]``."""
+        """Original positions to keep, ``[layers, KV heads, retained]``.
+
+        Raises ``TransformError`` without a window, and where it does not fit the source or the tokens that are kept.
+        """
         import torch
 
         if window is None:

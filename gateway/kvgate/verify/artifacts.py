@@ -131,7 +131,7 @@ class Publisher:
         return (await call(self.wire, message, VariantSealed)).capability
 
     async def store(self, lease: bytes, payload: bytes | None, name: str) -> None:
-        """Write the one rectangle of an opened artifact; ``payload`` None: bytes that stand for ``name``."""
+        """Write the one rectangle of an opened artifact; ``payload`` None: bytes that stand for ``name``. Raises ``CannotRun``."""
         reserved = await call(self.wire, ReserveRectangle(lease=lease, rectangle=0, chunks=(0,)), Reserved)
         (slot,) = reserved.slots
         if slot.status != "slot":

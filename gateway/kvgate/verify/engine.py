@@ -172,7 +172,10 @@ class Engine:
         await call(self.desk.scheduler, Forget(lease=lease), Forgotten)
 
     async def store(self, lease: bytes, rank: Rank, payloads: Mapping[int, Any], *, give_up: bool = False) -> str:
-        """Write one rank's rectangle of each chunk; "" or what was wrong. ``payloads``: chunk → callable of the length in bytes."""
+        """Write one rank's rectangle of each chunk; "" or what was wrong. ``payloads``: chunk → callable of the length in bytes.
+
+        Raises ``CannotRun`` where the pool is full.
+        """
         worker = self.workers[rank]
         reserved = await call(worker, Reserve(lease=lease, chunks=tuple(payloads)), Reserved)
         written, dropped, others = [], [], set()

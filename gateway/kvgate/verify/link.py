@@ -91,7 +91,10 @@ class Links:
         return wire, entered
 
     async def schema_refused(self, schema: int) -> str:
-        """Say hello with that contract schema alone; what the gateway names in its refusal, "" where it took the connection."""
+        """Say hello with that contract schema alone; what the gateway names in its refusal, "" where it took the connection.
+
+        Raises ``CannotRun`` where nothing answers.
+        """
         wire = Wire(lambda: None)
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -120,7 +123,10 @@ class Links:
             await wire.lost.wait()
 
     async def raw(self, role: str, run: bytes, messages: list[tuple[str, Any]]) -> list[Failure | None]:
-        """Send messages that no record can hold, as a client of another build could; for each the gateway's ``Failure``, or None."""
+        """Send messages that no record can hold, as a client of another build could; for each the gateway's ``Failure``, or None.
+
+        Raises ``CannotRun`` where nothing answers.
+        """
         try:
             async with asyncio.timeout(CALL_S):
                 reader, writer = await asyncio.open_unix_connection(str(self._path))

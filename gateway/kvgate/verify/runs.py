@@ -123,7 +123,7 @@ async def write(target: Target, path: Path, report: Report, progress: Progress) 
 
 
 async def check(target: Target, path: Path, report: Report, progress: Progress) -> None:
-    """Check the run that ``path`` tells of; it stays planted."""
+    """Check the run that ``path`` tells of; it stays planted. Raises ``CannotRun`` where that run can't be found here any more."""
     planted = Planted.read(path)
     async with _links(target) as links:
         _require_same(links, planted)
