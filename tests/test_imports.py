@@ -1,4 +1,4 @@
-"""Which package may import which, and what the base install does without."""
+"""Dependencies must point inwards, and the base install must do without the heavy packages."""
 
 from __future__ import annotations
 

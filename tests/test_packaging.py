@@ -1,4 +1,4 @@
-"""The wheel, the two environments' lists and set-up, the Makefile and pixi.toml."""
+"""The wheel, the environments' lists and set-up, the Makefile and pixi.toml must be complete and agree with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The area under the ROC curve, against its definition."""
+"""The area under the ROC curve must be what its definition says: the share of pairs in the right order."""
 
 from __future__ import annotations
 

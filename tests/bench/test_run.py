@@ -1,4 +1,4 @@
-"""The command as a person runs it."""
+"""`python -m bench` must start, measure and stop a real gateway, leave one record, and say where to look for a misspelt case."""
 
 from __future__ import annotations
 

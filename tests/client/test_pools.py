@@ -1,4 +1,4 @@
-"""Mapping the gateway's pool by name."""
+"""A gateway's pool must be mapped by name once, refused where it is no pool of ours, and readable as long as a view of it lives."""
 
 from __future__ import annotations
 

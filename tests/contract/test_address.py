@@ -1,4 +1,4 @@
-"""Token digests, the chunk chain and shard addresses."""
+"""Token digests, chunk chain and shard addresses must change with every input, be keyed, and exist for full chunks only."""
 
 from __future__ import annotations
 

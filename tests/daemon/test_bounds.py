@@ -1,4 +1,4 @@
-"""Limits: sessions, requests, leases, frames, slow and silent peers; nothing piles up."""
+"""Sessions, requests, leases, writes, loads and silent peers must be bounded, and nothing may pile up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first message: versions, credentials, and what a connection may do before it."""
+"""Before a good hello nothing may be done, and the hello decides version, role and isolation domain."""
 
 from __future__ import annotations
 

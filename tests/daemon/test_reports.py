@@ -1,4 +1,4 @@
-"""What a worker may report, and which reports share."""
+"""A worker's report must be complete and fit the gateway; only reports of one contract may share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Packer as a whole: choice of backend, digests, threads."""
+"""The Packer must take the best backend that fits and say why; bytes and digests are the same with each, on any number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The k16v8 codecs: arithmetic, error bounds and edge cases, stated in docs/kernels.md."""
+"""The k16v8 codecs must do the arithmetic of docs/kernels.md, stay within its error bounds, and handle its edge cases as it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Geometries, and what is refused before a byte moves."""
+"""What no kernel can move must be refused by name, before a byte moves."""
 
 from __future__ import annotations
 

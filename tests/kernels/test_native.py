@@ -1,4 +1,4 @@
-"""Which compiled library is used, and what happens where there is none."""
+"""A compiled library must be used only where this machine can run it; where there is none, the reason must be told."""
 
 from __future__ import annotations
 

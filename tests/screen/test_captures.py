@@ -1,4 +1,4 @@
-"""Captures: from the SDK, to a file and back; and files that are none."""
+"""A capture must come back from its file as it was, and what is no capture must be refused."""
 
 from __future__ import annotations
 

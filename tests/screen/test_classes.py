@@ -1,4 +1,4 @@
-"""The rules: which measurements give which class, and which come first."""
+"""The first rule that applies must give the class, whatever else was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference transforms, from end to end."""
+"""Each reference transform must be given the class that its definition demands, from end to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule of ``kvgate.storage.backend``, on every backend."""
+"""Every backend must keep every rule of ``kvgate.storage.backend``."""
 
 from __future__ import annotations
 

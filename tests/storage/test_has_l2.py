@@ -1,4 +1,4 @@
-"""Which backends may hold what did not come through their own pool."""
+"""A backend must say whether it may hold what did not come through its own pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that die, hang or come back, on the LMCache backend."""
+"""Processes that die, hang or come back must cost the LMCache backend holds and time, never bytes, and leave nothing with nobody."""
 
 from __future__ import annotations
 

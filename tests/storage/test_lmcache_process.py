@@ -1,4 +1,4 @@
-"""What a start of the LMCache backend finds, refuses, and removes; and what is left when things are killed."""
+"""A start of the LMCache backend must remove what a killed one left, touch nobody else's, and refuse what it can't use by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L2 adapters that are not folders: a slow one, and a Redis that hangs, dies and comes back."""
+"""An L2 that is slow, hangs or dies must cost its deadline and no more, and serve again when it is back."""
 
 from __future__ import annotations
 

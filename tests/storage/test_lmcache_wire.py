@@ -1,4 +1,4 @@
-"""The frames between the daemon and its storage process, and a peer that does not keep to them."""
+"""Frames between the daemon and its storage process must be bounded, and a peer that does not keep to them must be dropped."""
 
 from __future__ import annotations
 

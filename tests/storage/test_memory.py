@@ -1,4 +1,4 @@
-"""What the memory backend does beyond the shared rules: its pool's life, its eviction order."""
+"""Beyond the shared rules, the memory backend's pool must live as long as it does, and what was held longest ago must go first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slot allocator of the memory backend."""
+"""Slots must be aligned, apart, inside the pool, and whole again when they are given back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate between a worker that gives loads up and a process that may be late."""
+"""A load that its worker gave up must write nothing, however late the process is; and no copy may be given up half-way."""
 
 from __future__ import annotations
 

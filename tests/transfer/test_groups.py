@@ -1,4 +1,4 @@
-"""How a call is cut into groups, and when a lane rests for others: plain arithmetic, no GPU."""
+"""A call must be cut into groups that fit the stages, and a lane must rest its share for others: plain arithmetic, no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a fetched prefix to an artifact with its manifest, and reading captured windows."""
+"""What a transform keeps of a fetched prefix must become an artifact whose manifest says exactly that; windows are read as captured."""
 
 from __future__ import annotations
 

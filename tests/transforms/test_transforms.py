@@ -1,4 +1,4 @@
-"""SnapKV, recency and what they share: choosing, gathering, turning keys, logical ids, refusals."""
+"""SnapKV and recency must choose as defined, gather exactly those tokens, turn their keys, and refuse what does not fit."""
 
 from __future__ import annotations
 

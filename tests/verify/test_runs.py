@@ -1,4 +1,4 @@
-"""Runs in their modes: files, restarts, interruptions, exit codes; and the command itself."""
+"""Whatever interrupts a run, its file must tell what it planted, the next one must remove that, and the exit code how it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edges of the main path: decoded chunks, speculation, requests that are not understood, engines without a gateway that fits."""
+"""At the edges of the main path (decoded chunks, speculation, inputs not understood) bytes must be exact or not cached at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connector's pure parts: boundaries, settings, reports, and the queue of background transfers."""
+"""The connector's pure parts must keep to boundaries, settings and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a request missed, as the client of a real vLLM reads it in the reply, and the operator with ``kvgate explain``."""
+"""A client of a real vLLM must read in its reply why its request missed, and the operator the same with ``kvgate explain``."""
 
 from __future__ import annotations
 

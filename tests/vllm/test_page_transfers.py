@@ -1,4 +1,4 @@
-"""What a lending worker says to its gateway, message by message: the gateway is scripted, no engine runs."""
+"""A lending worker must ask, wait and give up message by message as the gateway's answers demand: that is scripted, no engine runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of reported faults that need a real engine and are tested nowhere else (see docs/reported-faults.md)."""
+"""Kinds of reported faults that need a real engine and are tested nowhere else must be impossible (see docs/reported-faults.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of variant requests that need no engine: reading the wish, the local block variant, and how a failure reaches the client."""
+"""A variant's wish must be read strictly, separate vLLM's own blocks, and reach the client where it fails; no engine runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variant requests through vLLM's OpenAI server, whose engine core is a process of its own."""
+"""Variant requests must be served and fail in vLLM's OpenAI server as in the engine, though its core is a process of its own."""
 
 from __future__ import annotations
 

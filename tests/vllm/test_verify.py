@@ -1,4 +1,4 @@
-"""``kvgate verify --vllm`` against vLLM's own OpenAI server, before and after a restart of that."""
+"""``kvgate verify --vllm`` must pass at vLLM's own OpenAI server, before and after a restart of that."""
 
 from __future__ import annotations
 

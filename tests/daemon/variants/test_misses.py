@@ -1,4 +1,4 @@
-"""What a miss tells of variants, and to whom."""
+"""A miss may tell of variants only to whoever asked for one, and only of its own domain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every tier, and after a restart of everything."""
+"""The matrix of variants must hold in every tier, and again after a restart of everything."""
 
 from __future__ import annotations
 
