@@ -25,11 +25,11 @@ from kvgate.protocol.page_messages import (
     StorePages,
 )
 from kvgate.storage.backend import PoolInfo, StorageBackend
-from kvgate.transfer import MoveRefused, MoveSpec, PagesRefused, TransferUnavailable
+from kvgate.transfer import GateShut, MoveRefused, MoveSpec, PagesRefused, TransferUnavailable
 from kvgate.transfer.gate import Gate
 from kvgate.transfer.process.devices import CpuDevice
 from kvgate.transfer.process.engine import Engine as MoverEngine
-from kvgate.transfer.process.engine import Options, Refused
+from kvgate.transfer.process.engine import Options, Refused, Shut
 from kvgate.transfer.records import Packed, PageExport, PageHandle, PayloadShape, WorkerProcess
 from kvgate.transfer.wire import MoveBody, unpack_digests, unpack_result
 from kvgate_kernels import PageGeometry, PageLayout
@@ -171,6 +171,8 @@ class InsideMover:
             if not self.engine.ready(body):
                 raise TransferUnavailable("the engine is late")
             return run(body, lambda: False)
+        except Shut as error:
+            raise GateShut(str(error)) from error
         except Refused as error:
             raise MoveRefused(str(error)) from error
 

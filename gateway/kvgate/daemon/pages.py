@@ -17,12 +17,14 @@ from typing import Final
 import structlog
 
 from kvgate.config import Config
+from kvgate.contract.plan import Rectangle
 from kvgate.contract.record import Record
 from kvgate.daemon.background import end_tasks
 from kvgate.daemon.errors import Refused
 from kvgate.daemon.leases import LeaseTable
 from kvgate.daemon.pool_view import PoolView
 from kvgate.daemon.reads import Reads
+from kvgate.daemon.registry import Registration
 from kvgate.daemon.service import Handler, Session, worker_lease, worker_registration
 from kvgate.daemon.writers import Writer
 from kvgate.daemon.writes import Writes
@@ -41,6 +43,7 @@ from kvgate.protocol.page_messages import (
 )
 from kvgate.storage.envelope import ENVELOPE_BYTES
 from kvgate.transfer import (
+    GateShut,
     MoveRefused,
     MoveSpec,
     PageHandle,
@@ -52,7 +55,7 @@ from kvgate.transfer import (
     TransferUnavailable,
     WorkerProcess,
 )
-from kvgate.transfer.records import BLOCK_ID_BYTES
+from kvgate.transfer.records import BLOCK_ID_BYTES, PageExport
 
 log = structlog.get_logger(__name__)
 
@@ -61,13 +64,45 @@ MAX_PACKED: Final = 256
 """Stores of one connection that are copied and not closed yet."""
 
 
+CACHE_DTYPES: Final = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+}
+"""Element type of exported pages → the contract's name of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """What a connection's pages hold: which layers and heads of which KV, in which form."""
+
+    rectangle: Rectangle
+    representation: bytes
+
+    @classmethod
+    def of(cls, registration: Registration, rectangle: int) -> Extents:
+        """By the registration and the rank's rectangle in it."""
+        return cls(registration.form.plan.rectangles[rectangle], registration.form.representation_digest)
+
+
 @dataclass(eq=False)
 class Lent:
     """One connection's pages: what the mover calls them, and who owns the slots that are packed from them. ``handle`` None: lost."""
 
     handle: PageHandle | None
+    extents: Extents
     block_bytes: int  # of one chunk's block ids
     writer: Writer
+
+
+@dataclass(eq=False)
+class Turns:
+    """Attaching and detaching of one connection, one after the other, in the order in which they were asked for."""
+
+    lock: asyncio.Lock
+    asked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +127,7 @@ class Pages:
         self._reads = reads
         self._writes = writes
         self._lent: dict[int, Lent] = {}  # by session
+        self._turns: dict[int, Turns] = {}  # by session
         self._packed: dict[int, dict[int, PackedStore]] = {}  # by session, by ticket
         self._tickets = count(1)
         self._background: set[asyncio.Task[None]] = set()
@@ -118,6 +154,7 @@ class Pages:
         """A connection is lost and none of its requests runs any more: unmap its pages, drop its stores that nobody will close."""
         for packed in self._packed.pop(session.id, {}).values():
             await self._drop(packed.writer, [item.reservation for item in packed.written])
+        self._turns.pop(session.id, None)
         lent = self._lent.pop(session.id, None)
         if lent is not None:
             await self._give_back(lent)
@@ -127,10 +164,22 @@ class Pages:
         await end_tasks(self._background)
 
     async def _attach(self, session: Session, message: AttachPages) -> Record:
+        turns = self._turns_of(session)
+        turns.asked += 1
+        turn = turns.asked
+        # One that was asked for earlier and comes later would leave us with a gate that the worker has closed: the last one counts.
+        async with turns.lock:
+            if turn != turns.asked:
+                raise Refused("busy", "a later AttachPages of this connection takes its place", remedy="send one at a time")
+            return await self._attach_now(session, message)
+
+    async def _attach_now(self, session: Session, message: AttachPages) -> Record:
         registration, mover = worker_registration(session), self._require_mover()
+        extents = Extents.of(registration, session.rectangle)
         export, chunk_tokens = message.export, self._config.chunk_tokens
         if chunk_tokens % export.block_tokens:
             raise Refused("malformed", f"blocks do not divide chunks of {chunk_tokens} tokens", field="export.block_tokens")
+        _require_extents(export, registration, extents)
         worker = _process_of(session)
         shape = PayloadShape(chunk_tokens=chunk_tokens, codec=self._config.codec)
         try:
@@ -144,7 +193,7 @@ class Pages:
             raise Refused("disagree", "the pages are not those of the registered rectangle", field="export")
         before = self._lent.get(session.id)
         block_bytes = chunk_tokens // export.block_tokens * BLOCK_ID_BYTES
-        self._lent[session.id] = Lent(handle, block_bytes, self._writes.writers.inside())
+        self._lent[session.id] = Lent(handle, extents, block_bytes, self._writes.writers.inside())
         if before is not None:
             await self._give_back(before)
         log.info("pages.attached", device=handle.device, kernels=handle.backend, why=handle.reason)
@@ -152,10 +201,14 @@ class Pages:
 
     async def _detach(self, session: Session, message: DetachPages) -> Record:
         del message
-        lent = self._lent.pop(session.id, None)
-        if lent is not None:
-            await self._give_back(lent)
+        async with self._turns_of(session).lock:
+            lent = self._lent.pop(session.id, None)
+            if lent is not None:
+                await self._give_back(lent)
         return Done()
+
+    def _turns_of(self, session: Session) -> Turns:
+        return self._turns.setdefault(session.id, Turns(asyncio.Lock()))
 
     async def _store(self, session: Session, message: StorePages) -> Record:
         mover, lent, handle = self._require_lent(session, message.chunks, message.blocks)
@@ -254,6 +307,9 @@ class Pages:
         mover, lent = self._require_mover(), self._lent.get(session.id)
         if lent is None or lent.handle is None:
             raise Refused("unavailable", "no pages are attached", field="pages", remedy=ATTACH_AGAIN)
+        if lent.extents != Extents.of(worker_registration(session), session.rectangle):
+            # The connection has registered something else since it attached them.
+            raise Refused("disagree", "the pages are not those of the registered rectangle", field="pages", remedy=ATTACH_AGAIN)
         if len(blocks) != len(chunks) * lent.block_bytes:
             raise Refused("malformed", f"has not {lent.block_bytes} bytes a chunk", field="blocks")
         if len(set(chunks)) != len(chunks):
@@ -297,21 +353,40 @@ def lent_blocks(blocks: bytes, at: int, block_bytes: int) -> bytes:
 
 
 def _process_of(session: Session) -> WorkerProcess:
+    remedy = "share one PID namespace"
     try:
-        return WorkerProcess(session.pid, Path(f"/proc/{session.pid}").stat().st_uid)
+        uid = Path(f"/proc/{session.pid}").stat().st_uid
+        ours, theirs = (Path(f"/proc/{process}/ns/pid").stat() for process in ("self", session.pid))
     except OSError as error:
-        raise Refused("denied", "the worker's process can't be seen from here", remedy="share one PID namespace") from error
+        raise Refused("denied", "the worker's process can't be seen from here", remedy=remedy) from error
+    if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
+        # Its numbers may be those of other processes here: it could wait for the end of a stranger, with its pages still written.
+        raise Refused("denied", "the worker is in another PID namespace", remedy=remedy)
+    return WorkerProcess(session.pid, uid)
+
+
+def _require_extents(export: PageExport, registration: Registration, extents: Extents) -> None:
+    """Pages of equal size can be others: more heads of fewer layers, or of another element type."""
+    form, rectangle = registration.form.representation, extents.rectangle
+    group = form.groups[rectangle.group]
+    registered = (rectangle.layers, rectangle.heads, group.head_dim_k, group.head_dim_v, form.k_format.dtype)
+    said = (len(export.layers), export.kv_heads, export.head_dim, export.head_dim, CACHE_DTYPES.get(export.dtype))
+    if said != registered:
+        raise Refused("disagree", "the pages are not those of the registered rectangle", field="export")
 
 
 def _require_length(handle: PageHandle, slots: Sequence[ReservedSlot] | Sequence[PayloadSlot]) -> None:
-    """The connection may have registered another rectangle since it attached its pages."""
+    """Looked at again beside what is written to: a slot of another length is not for these pages."""
     if any(slot.length != handle.payload_bytes for slot in slots):
         raise Refused("disagree", "the pages are not those of the registered rectangle", field="pages")
 
 
 def _refusal(error: TransferUnavailable | MoveRefused, lent: Lent | None = None) -> Refused:
+    if isinstance(error, GateShut):
+        problem = "the gate that was attached does not let this load through"
+        return Refused("denied", problem, field="gate", remedy="open the place before asking; else " + ATTACH_AGAIN)
     if isinstance(error, MoveRefused):
-        return Refused("denied", "blocks outside the pages, or a load that was given up", field="blocks")
+        return Refused("denied", "blocks outside the pages, or an event that is none", field="blocks")
     if isinstance(error, TransferBusy):
         return Refused("busy", "too many transfers are under way", remedy="wait for replies before sending more")
     if lent is not None and lent.handle is None:

@@ -22,6 +22,7 @@ from kvgate.transfer.records import (
 )
 
 __all__ = [
+    "GateShut",
     "LayerPages",
     "MoveRefused",
     "MoveSpec",
@@ -64,6 +65,10 @@ class PagesRefused(Exception):
 
 class MoveRefused(Exception):
     """A move names memory outside the pages or the pool, or a pool or handle that is no more. Nothing of the call was moved."""
+
+
+class GateShut(MoveRefused):
+    """The worker's gate does not let the load through: it was given up, or the worker opened a place in another gate than this one."""
 
 
 class PageMover(Protocol):
@@ -131,7 +136,7 @@ class PageMover(Protocol):
 
         ready: as for ``pack``, recorded behind the engine's last read of the old contents. gate: this load's place in the worker's
         gate, required where one was attached. paced: as for ``pack``: for loads that hold up no step of the engine.
-        Raises like ``pack``, and ``MoveRefused`` where the worker has given the load up.
+        Raises like ``pack``, and ``GateShut`` where the worker has given the load up.
         """
         ...
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from kvgate.transfer import MoveRefused, SlotsInDoubt, TransferUnavailable
+from kvgate.transfer import GateShut, MoveRefused, SlotsInDoubt, TransferUnavailable
 from kvgate.transfer.connection import Answer, Connection, ConnectionBroken
 from kvgate.transfer.records import CPU_DEVICE
 from kvgate.transfer.remains import remove_cuda_files
@@ -166,8 +166,8 @@ class Child:
                 self._hangs(op)
             return await self._settled(future)
         except Answer as answer:
-            if answer.code == Code.REFUSED:
-                raise MoveRefused(str(answer)) from None
+            if answer.code in (Code.REFUSED, Code.SHUT):
+                raise (GateShut if answer.code == Code.SHUT else MoveRefused)(str(answer)) from None
             raise TransferUnavailable(str(answer)) from None
 
     async def _settled(self, future: asyncio.Future[Any]) -> Any:

@@ -20,7 +20,7 @@ from kvgate.transfer.records import BLOCK_ID_BYTES, DIGEST_BYTES, EVENT_HANDLE_B
 
 __all__ = ["MAX_MOVES", "WIRE", "Code", "FrameReader", "MoveBody", "Op", "WireError", "frame", "pack_result", "unpack_result"]
 
-WIRE = 1
+WIRE = 2
 MODULE = "kvgate.transfer.process"
 MAX_MOVES = 4096
 MAX_BLOCKS = 1 << 20
@@ -47,6 +47,7 @@ class Code(IntEnum):
     REFUSED = 1  # it names what is not there, or is not what it says; nothing was done
     EXPIRED = 2  # cancelled before it began; nothing was done
     UNAVAILABLE = 3  # the device has no room for it now; nothing was done
+    SHUT = 4  # the worker's gate does not let this load through; nothing was done
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ class Refused(Exception):
     """The request names what is not there, or is not what it says. Nothing was done."""
 
 
+class Shut(Refused):
+    """The worker's gate does not let this load through."""
+
+
 class NoRoom(Exception):
     """The device has no memory for it now. Nothing was done."""
 
@@ -62,7 +66,7 @@ class Attached:
 
     @contextmanager
     def allowed(self, place: int | None, unpack: bool) -> Iterator[None]:
-        """Around one move: an unpack passes the worker's gate, if it has one. Raises ``Refused`` where it may not."""
+        """Around one move: an unpack passes the worker's gate, if it has one. Raises ``Shut`` where it may not."""
         if self.gate is None or not unpack:
             yield
             return
@@ -70,7 +74,7 @@ class Attached:
             raise Refused("a load of these pages needs a place in their worker's gate")
         with self.gate.moving(place) as allowed:
             if not allowed:
-                raise Refused("the worker has given this load up")
+                raise Shut("the worker has given this load up")
             yield
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvgate.storage.backend import PoolInfo
-from kvgate.transfer.process.engine import Engine, NoRoom, Refused
+from kvgate.transfer.process.engine import Engine, NoRoom, Refused, Shut
 from kvgate.transfer.process.lanes import Job, Lane, crash
 from kvgate.transfer.records import WorkerProcess
 from kvgate.transfer.wire import Code, FrameReader, MoveBody, Op, frame
@@ -101,6 +101,8 @@ class Server:
             if turn is not None:
                 turn.begin()
             result = self._call(op, body)
+        except Shut as error:
+            self.answer(request_id, Code.SHUT, str(error))
         except Refused as error:
             self.answer(request_id, Code.REFUSED, str(error))
         except _Late as error:
