@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
+from kvgate.daemon.listening import ACCEPTS_A_TURN, let_wait
 from kvgate.daemon.state_dir import make_private
+
+log = structlog.get_logger(__name__)
 
 Status = Callable[[], Awaitable[dict[str, Any]]]
 Explain = Callable[[str | None, int], Awaitable[list[dict[str, Any]]]]
 LAST: Final = 10
+MAX_CONNECTIONS: Final = 64
+"""At a time: over TCP anybody on the host can open some, and each takes a descriptor that an engine's connection needs."""
+LIFE_S: Final = 30.0
+"""A connection is closed after that, once it has its answer; one that does not read its answer, after twice that."""
+SWEEP_S: Final = 1.0
 
 
 class AdminServer:
@@ -31,19 +43,56 @@ class AdminServer:
         app.router.add_get("/explain", self._last_misses)
         app.router.add_get("/explain/{reference:[0-9a-f]{16}}", self._one_miss)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=2.0)
+        self._servers: list[asyncio.Server] = []
+        self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self, path: Path, tcp: str) -> None:
         """Listen on the unix socket ``path`` (mode 0600) and, where given, on ``tcp`` (HOST:PORT)."""
         await self._runner.setup()
-        await web.UnixSite(self._runner, str(path)).start()
+        loop = asyncio.get_running_loop()
+        self._servers.append(await loop.create_unix_server(self._connection, str(path), backlog=ACCEPTS_A_TURN))
         make_private(path)
         if tcp:
             host, _, port = tcp.rpartition(":")
-            await web.TCPSite(self._runner, host.strip("[]") or "127.0.0.1", int(port)).start()
+            address = (host.strip("[]") or "127.0.0.1", int(port))
+            self._servers.append(await loop.create_server(self._connection, *address, backlog=ACCEPTS_A_TURN))
+        for server in self._servers:
+            let_wait(server)
+        self._sweeping = asyncio.create_task(self._sweep())
 
     async def stop(self) -> None:
         """Stop listening."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeping
+        for server in self._servers:
+            server.close()
         await self._runner.cleanup()
+
+    @property
+    def _connections(self) -> list[RequestHandler]:
+        return self._runner.server.connections if self._runner.server is not None else []
+
+    def _connection(self) -> asyncio.Protocol:
+        if self._runner.server is None or len(self._connections) >= MAX_CONNECTIONS:
+            log.debug("admin.refused", limit=MAX_CONNECTIONS)
+            return _Refused()
+        return self._runner.server()
+
+    async def _sweep(self) -> None:
+        """End connections that had time enough: aiohttp waits for the rest of a request for ever."""
+        loop = asyncio.get_running_loop()
+        since_s: dict[RequestHandler, float] = {}
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = loop.time()
+            since_s = {one: since_s.get(one, now_s) for one in self._connections}
+            for one, at_s in since_s.items():
+                if now_s - at_s >= 2 * LIFE_S:
+                    one.force_close()
+                elif now_s - at_s >= LIFE_S:
+                    one.close()
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -67,3 +116,12 @@ class AdminServer:
     async def _one_miss(self, request: web.Request) -> web.Response:
         found = await self._explain(request.match_info["reference"], 1)
         return web.json_response(found, status=200 if found else 404)
+
+
+class _Refused(asyncio.Protocol):
+    """One connection too many: hung up on."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See ``asyncio.Protocol``."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()

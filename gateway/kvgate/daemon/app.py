@@ -16,6 +16,7 @@ from kvgate.config import Config
 from kvgate.daemon.admin import AdminServer
 from kvgate.daemon.explain import Explainer
 from kvgate.daemon.leases import LeaseTable
+from kvgate.daemon.listening import log_briefly, raise_descriptor_limit
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.pages import Pages
 from kvgate.daemon.policy import Policy, read_credentials
@@ -231,9 +232,11 @@ class Gateway:
 
 async def run(config: Config, ready: Callable[[], None]) -> None:
     """Run until SIGINT or SIGTERM; ``ready`` is called once everything listens."""
+    raise_descriptor_limit()
     gateway = Gateway(config)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    log_briefly(loop)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     starting = asyncio.create_task(gateway.start())

@@ -15,6 +15,7 @@ import structlog
 from kvgate.contract.errors import ContractError
 from kvgate.contract.record import Record
 from kvgate.daemon.errors import Refused
+from kvgate.daemon.listening import ACCEPTS_A_TURN, let_wait
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.service import Answer, Service, Session
 from kvgate.daemon.state_dir import make_private
@@ -46,7 +47,8 @@ class ControlServer:
     async def start(self, path: Path) -> None:
         """Listen on ``path``, mode 0600."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(self._connection, path=str(path), backlog=128)
+        self._server = await loop.create_unix_server(self._connection, path=str(path), backlog=ACCEPTS_A_TURN)
+        let_wait(self._server)
         make_private(path)
 
     async def stop(self, wait_s: float) -> None:
@@ -242,7 +244,8 @@ class _Connection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001  # as above
             reply, outcome = _failure(kind, error)
         self._count(kind, outcome, begun_s)
-        await self._deliver(frame_id, kind, reply)
+        if not self._write_now(frame_id, reply):
+            await self._deliver(frame_id, kind, reply)
 
     def _count(self, kind: str, outcome: str, begun_s: float) -> None:
         self._metrics.request_seconds.labels(kind).observe(time.perf_counter() - begun_s)
