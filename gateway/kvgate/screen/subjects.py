@@ -115,9 +115,9 @@ def coded(source: PrefixKv, codec: str) -> Result:
 def query_aware(source: PrefixKv, window: Window | None, ratio: Fraction) -> Result:
     """Quest's way: for each layer, the pages of the ordinary cache that the window's queries could attend to most.
 
-    After Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (arXiv 2406.10774). The bound of a
-    page is the sum over dimensions of what its largest or smallest key element could give; the best pages are read where they lie. Nothing
-    new is stored. Raises ``TransformError`` without a window, and for a source without a whole page.
+    After Tang et al. 2024, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (arXiv 2406.10774). The bound of
+    a page is the sum over dimensions of what its largest or smallest key element could give; the best pages are read where they lie.
+    Nothing new is stored. Raises ``TransformError`` without a window, and for a source without a whole page.
     """
     import torch
 
