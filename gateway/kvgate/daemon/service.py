@@ -21,7 +21,7 @@ from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.policy import Domain, Policy
 from kvgate.daemon.presence import PresenceIndex
 from kvgate.daemon.processes import Process
-from kvgate.daemon.reads import Reads, shard_refs
+from kvgate.daemon.reads import Reads, shard_ref
 from kvgate.daemon.registry import Rank, Registration, Registry
 from kvgate.daemon.writers import Writer
 from kvgate.daemon.writes import Writes
@@ -267,15 +267,30 @@ class Service:
         missing = self._presence.contiguous(lease.chunks, lease.rectangles) if lease is not None else 0
         return await self._explainer.answer(session.id, message.lease, lease, missing)
 
-    async def _load(self, session: Session, message: messages.Load) -> Record:
+    def _load(self, session: Session, message: messages.Load) -> Answer:
         self._require_shared_pool(session)
+        lease = known_lease(session, self._leases, message.lease)
+        if lease.adapter is not None and not lease.registration.adapter_confirmed(lease.adapter):
+            return self._load_when_confirmed(session, message)
+        return self._load_plan(session, lease, message)
+
+    async def _load_when_confirmed(self, session: Session, message: messages.Load) -> Record:
         lease = await worker_lease(session, self._leases, message.lease, self._config.adapter_wait_s)
-        plan = await self._reads.load(session.id, lease, session.rectangle, message.chunks)
+        return self._load_plan(session, lease, message)
+
+    def _load_plan(self, session: Session, lease: Lease, message: messages.Load) -> Record:
+        plan = self._reads.plan_load(session.id, lease, session.rectangle, message.chunks)
         self._log_touched("worker.load", session, lease, [slot.chunk for slot in plan.slots])
         return plan
 
-    async def _finish_load(self, session: Session, message: messages.FinishLoad) -> Record:
-        return messages.LoadVerdict(valid=await self._reads.finish_load(session.id, message.ticket, message.mismatched))
+    def _finish_load(self, session: Session, message: messages.FinishLoad) -> Answer:
+        valid, idle = self._reads.settle_load(session.id, message.ticket, message.mismatched)
+        verdict = messages.LoadVerdict(valid=valid)
+        return verdict if idle is None else self._freed(idle, verdict)
+
+    async def _freed(self, lease: Lease, answer: Record) -> Record:
+        await self._reads.free(lease)
+        return answer
 
     async def _reserve(self, session: Session, message: messages.Reserve) -> Record:
         self._require_shared_pool(session)
@@ -294,7 +309,7 @@ class Service:
     def _log_touched(self, event: str, session: Session, lease: Lease, chunks: list[int], **more: list[str]) -> None:
         """For an audit at level debug: which stored objects a worker was let at. Addresses tell nothing but that they are equal."""
         if self._config.log_level == "debug":
-            refs = [shard_refs(lease.registration, lease.chunks[index], lease.domain)[session.rectangle] for index in chunks]
+            refs = [shard_ref(lease.registration, lease.chunks[index], session.rectangle, lease.domain) for index in chunks]
             shards = [ref.address.hex() for ref in refs]
             log.debug(event, pp_rank=session.rank[0], tp_rank=session.rank[1], chunks=chunks, shards=shards, **more)
 
@@ -334,14 +349,20 @@ def worker_registration(session: Session) -> Registration:
     return registration
 
 
-async def worker_lease(session: Session, leases: LeaseTable, token: bytes, adapter_wait_s: float) -> Lease:
-    """A lease that this worker may load from and store to now: of its own registration, sealed, adapter confirmed."""
+def known_lease(session: Session, leases: LeaseTable, token: bytes) -> Lease:
+    """A lease that this worker may load from and store to once its adapter is confirmed: of its own registration, sealed."""
     registration, lease = worker_registration(session), leases.get(token)
     if lease.registration is not registration:
         raise Refused("denied", "the lease belongs to another engine", field="lease")
     if lease.variant is not None and lease.variant.writable:
         raise Refused("denied", "the lease belongs to a client that publishes", field="lease")
     registration.require_sealed()
+    return lease
+
+
+async def worker_lease(session: Session, leases: LeaseTable, token: bytes, adapter_wait_s: float) -> Lease:
+    """The same, with its adapter confirmed."""
+    lease = known_lease(session, leases, token)
     if lease.adapter is not None:
-        await registration.wait_adapter(lease.adapter, adapter_wait_s)
+        await lease.registration.wait_adapter(lease.adapter, adapter_wait_s)
     return lease

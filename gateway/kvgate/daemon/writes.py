@@ -14,7 +14,7 @@ from kvgate.daemon.leases import Lease
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.pool_view import PoolView
 from kvgate.daemon.presence import PresenceIndex
-from kvgate.daemon.reads import shard_refs
+from kvgate.daemon.reads import shard_ref
 from kvgate.daemon.writers import OpenWrite, Writer, Writers
 from kvgate.protocol.messages import Reserved, ReservedSlot, WrittenPayload
 from kvgate.storage.backend import Refusal, Reservation, StorageBackend, StorageUnavailable
@@ -55,21 +55,22 @@ class Writes:
             raise Refused("denied", "nothing is stored under a restored variant", field="lease")
         addresses = [lease.chunk(index) for index in chunks]
         links = lease.links.first(max(chunks) + 1)
-        refs = [shard_refs(lease.registration, chunk, lease.domain)[rectangle] for chunk in addresses]
+        refs = [shard_ref(lease.registration, chunk, rectangle, lease.domain) for chunk in addresses]
         info = self._pool.info
         with self.writers.room(writer, len(chunks)):
             got = await self._backend.reserve(refs, self._storage_s)
         slots = []
+        counts: dict[str, int] = {}
         for index, chunk, ref, result in zip(chunks, addresses, refs, got, strict=True):
+            status = result.value if isinstance(result, Refusal) else "slot"
+            counts[status] = counts.get(status, 0) + 1
             if isinstance(result, Refusal):
-                self._metrics.reserved.labels(result.value).inc()
                 if result is Refusal.RESIDENT and not self._presence.whole(chunk, lease.rectangles):
                     self._presence.add(chunk, rectangle)
                     if self._presence.whole(chunk, lease.rectangles):
                         self._explainer.stored([(chunk, links[index], lease.components)])
-                slots.append(ReservedSlot(chunk=index, status=result.value, reservation=0, offset=0, length=0))
+                slots.append(ReservedSlot(chunk=index, status=status, reservation=0, offset=0, length=0))
                 continue
-            self._metrics.reserved.labels("slot").inc()
             payload_bytes = ref.object_bytes - ENVELOPE_BYTES
             self.writers.add(
                 writer,
@@ -89,12 +90,14 @@ class Writes:
             slots.append(
                 ReservedSlot(
                     chunk=index,
-                    status="slot",
+                    status=status,
                     reservation=result.reservation,
                     offset=result.slot.offset + ENVELOPE_BYTES,
                     length=payload_bytes,
                 )
             )
+        for status, shards in counts.items():
+            self._metrics.reserved.labels(status).inc(shards)
         if writer.exited or info.generation != self._pool.generation:
             await self._undo(writer, got)
             raise StorageUnavailable("the pool changed while slots were reserved")
@@ -127,7 +130,7 @@ class Writes:
         stored = [write for write, visible in zip(ready, done, strict=True) if visible]
         for write in stored:
             self._presence.add(write.chunk, write.rectangle)
-            self._metrics.payload_bytes.labels("stored").inc(write.payload_bytes)
+        self._metrics.payload_bytes.labels("stored").inc(sum(write.payload_bytes for write in stored))
         self._explainer.stored(
             (write.chunk, write.link, write.components)
             for write in stored

@@ -7,6 +7,7 @@ is keyed from the deployment secret, so an object that was forged or altered in 
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from hmac import compare_digest
 from typing import Final
 
@@ -58,11 +59,18 @@ class Envelope(Record):
 
 def seal(key: bytes, envelope: Envelope) -> bytes:
     """The 4,096 header bytes of ``envelope``; ``key`` is the deployment's envelope key."""
-    body = envelope.components.encode()
-    if len(body) > MAX_CBOR_BYTES:
-        raise ContractError("components", "do not fit the envelope", f"at most {MAX_CBOR_BYTES} bytes")
+    body = _body(envelope.components)
     fixed = _FIXED.pack(MAGIC, envelope.schema, 0, len(body), envelope.address, envelope.payload_bytes, envelope.payload_digest)
     return (fixed + keyed(key, fixed + body) + body).ljust(ENVELOPE_BYTES, b"\0")
+
+
+@lru_cache(maxsize=256)
+def _body(components: Components) -> bytes:
+    """The components as CBOR. All chunks of a request have the same."""
+    body = components.encode()
+    if len(body) > MAX_CBOR_BYTES:
+        raise ContractError("components", "do not fit the envelope", f"at most {MAX_CBOR_BYTES} bytes")
+    return body
 
 
 def payload_digest_of(keys: tuple[bytes, ...], header: bytes, address: bytes, payload_bytes: int) -> bytes:

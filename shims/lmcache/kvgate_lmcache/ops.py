@@ -56,11 +56,24 @@ class _Counters:
 class StorageOps:
     """All operations. Thread-safe; ``fetch``, ``probe_l2``, ``delete`` and ``drain`` may block until their deadline."""
 
-    def __init__(self, manager: Any, internals: Internals, pool_bytes: int, l2_configs: Sequence[tuple[str, Any]]) -> None:
-        """Opens the L2 adapters ``l2_configs`` (type name and LMCache configuration); raises ``HostingError``."""
+    def __init__(
+        self,
+        manager: Any,
+        internals: Internals,
+        pool_bytes: int,
+        l2_configs: Sequence[tuple[str, Any]],
+        *,
+        most_ahead_bytes: int = 0,
+    ) -> None:
+        """Opens the L2 adapters ``l2_configs`` (type name and LMCache configuration); raises ``HostingError``.
+
+        ``most_ahead_bytes``: what ``make_room_ahead`` may keep free.
+        """
         self._internals = internals
         self._l1 = internals.l1
         self._pool_bytes = pool_bytes
+        self._most_ahead_bytes = most_ahead_bytes
+        self._ahead_bytes = 0
         self._lock = threading.RLock()
         self._next_id = 0
         self._holds: dict[int, Any] = {}
@@ -94,6 +107,7 @@ class StorageOps:
                     continue
                 self._writing.add(ref.address)
                 by_size[ref.object_bytes].append((place, _Write(ref, key, tag)))
+        self._ahead_bytes = sum(aligned(object_bytes) * len(entries) for object_bytes, entries in by_size.items())
         for object_bytes, entries in by_size.items():
             results = self._reserve_in_l1([write.key for _, write in entries], object_bytes, tag)
             with self._lock:
@@ -107,6 +121,11 @@ class StorageOps:
         self._counters.unknown_commits += sum(write is None for write in writes)
         done = self._close(writes, self._l1.finish_write)
         return bytes(write is not None and write.key in done for write in writes)
+
+    def make_room_ahead(self) -> None:
+        """Evict what another reservation like the last one would wait for, while nobody waits."""
+        if 0 < self._ahead_bytes <= self._most_ahead_bytes:
+            self._make_room(self._ahead_bytes)
 
     def abort(self, reservations: Sequence[int]) -> None:
         """Drop open writes."""
@@ -277,6 +296,8 @@ class StorageOps:
         """LMCache's answer per key. It allocates all or nothing, so what does not fit together is tried one by one."""
         if aligned(object_bytes) > self._pool_bytes:
             return dict.fromkeys(keys, (L1Error.OUT_OF_MEMORY, None))
+        # Before asking: a full pool would refuse, and be asked again.
+        self._make_room(aligned(object_bytes) * sum(not self._internals.resident(key) for key in keys))
         results: dict[Any, tuple[Any, Any]] = self._ask_l1(keys, object_bytes, tag)
         while full := _out_of_memory(results):
             if not self._evict(aligned(object_bytes) * len(full)):
