@@ -108,6 +108,7 @@ BAD = {
     "domain": ["", "x" * 4097, "a\nb", "\udcff"],
     "state_dir": ["", "/" + "x" * 120, "/tmp/a\0b", "~nobody-of-that-name/x"],
     "data_dir": ["", "/tmp/a\nb"],
+    "previous_secret_files": ["secret.old", "/a/old,b/older", "~/old", "/1,/2,/3,/4,/5", "/a\0b"],
     "admin_tcp": [
         "8080",
         ":8080",

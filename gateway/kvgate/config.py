@@ -66,6 +66,10 @@ class Config:
     state_dir: str = _setting("run-time files: sockets, lock, run record; mode 0700", factory=default_state_dir)
     data_dir: str = _setting("what must survive: deployment secret, the default L2 folder; mode 0700", factory=default_data_dir)
     secret_file: str = _setting("deployment secret, mode 0600; empty: <data_dir>/secret, made on first start", default="")
+    previous_secret_files: str = _setting(
+        "comma-separated files of earlier deployment secrets, at most 4: what was stored under them is still read; empty: none",
+        default="",
+    )
     admin_tcp: str = _setting("HOST:PORT for the admin HTTP besides its unix socket; empty: none", default="")
     backend: str = _setting(
         "storage: lmcache, memory, attach (to a running lmcache server), or auto (lmcache where it is installed)",
@@ -130,6 +134,10 @@ class Config:
         """Where the deployment secret lies."""
         return Path(self.secret_file) if self.secret_file else Path(self.data_dir) / "secret"
 
+    def previous_secret_paths(self) -> tuple[Path, ...]:
+        """Where earlier secrets lie, in the order given."""
+        return tuple(Path(name) for part in self.previous_secret_files.split(",") if (name := part.strip()))
+
     def l2_adapters(self) -> tuple[Mapping[str, Any], ...]:
         """The L2 adapter descriptions, as LMCache takes them."""
         if not self.l2:
@@ -170,6 +178,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = {
 _PATHS: Final = ("state_dir", "data_dir", "secret_file", "credentials_file")
 _MAX_TEXT_CHARS: Final = 65_536
 _MAX_DOMAIN_BYTES: Final = 4096
+_MAX_PREVIOUS: Final = 4  # as the protocol has it; each costs a lookup of its own
 _CLASS_NAME: Final = r"[a-z0-9][a-z0-9._-]{0,63}"  # as the contract's NumericsClass has it
 _TRANSFORM: Final = (
     r"[a-z0-9][a-z0-9._-]{0,63}@[A-Za-z0-9][A-Za-z0-9._+-]{0,63}"  # as the contract's TransformManifest has them
@@ -313,6 +322,11 @@ def _check(config: Config, origins: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"determined_transforms ({origins['determined_transforms']}): each must be algorithm@version, e.g. recency@1"
             )
+    previous = config.previous_secret_paths()
+    if len(previous) > _MAX_PREVIOUS or not all(path.is_absolute() for path in previous):
+        raise ConfigError(
+            f"previous_secret_files ({origins['previous_secret_files']}): must be at most {_MAX_PREVIOUS} absolute paths"
+        )
     if config.admin_tcp and not _is_host_port(config.admin_tcp):
         raise ConfigError(f"admin_tcp ({origins['admin_tcp']}): must be HOST:PORT, e.g. 127.0.0.1:9464")
     if config.backend == "attach" and not re.fullmatch(r"(tcp|ipc|grpc|grpc\+unix)://\S+", config.attach_url):

@@ -24,7 +24,8 @@ from kvgate.daemon.pool_view import PoolView
 from kvgate.daemon.presence import PresenceIndex
 from kvgate.daemon.reads import Reads
 from kvgate.daemon.registry import Registry
-from kvgate.daemon.secret import load_or_create
+from kvgate.daemon.rotation import EarlierSecret, Rotation
+from kvgate.daemon.secret import load_or_create, load_previous
 from kvgate.daemon.server import ControlServer
 from kvgate.daemon.service import Service
 from kvgate.daemon.state_dir import StateDir, data_dir_lock
@@ -56,6 +57,7 @@ class Gateway:
         self._pool = PoolView()
         self._presence = PresenceIndex(config.max_known_chunks)
         self._explainer = Explainer(config, self._metrics)
+        self._previous_secrets = 0
         self._backend: StorageBackend | None = None
         self._server: ControlServer | None = None
         self._admin = AdminServer(self.status, self._not_ready, self._metrics.text, self._explainer.page)
@@ -67,6 +69,8 @@ class Gateway:
         try:
             self._data_lock.acquire()
             keys = load_or_create(config.secret_path)
+            previous = load_previous(config.previous_secret_paths(), keys)
+            self._previous_secrets = len(previous)
             policy = Policy(
                 keys.secret,
                 config.domain,
@@ -105,6 +109,7 @@ class Gateway:
                 self._metrics,
                 keys.capability,
             )
+            earlier = tuple(EarlierSecret.of(one, policy) for one in previous)
             service = Service(
                 config,
                 policy,
@@ -118,6 +123,7 @@ class Gateway:
                 extra_handlers={
                     **variants.handlers(),
                     **self._pages.handlers(),
+                    **Rotation(earlier, self._registry, self._leases, self._reads).handlers(),
                     **Verify(
                         keys.secret, backend, self._leases, self._presence, self._explainer, storage_s=config.storage_s
                     ).handlers(),
@@ -143,7 +149,7 @@ class Gateway:
         except BaseException:
             await self.stop()
             raise
-        log.info("gateway.ready", build=__version__, backend=type(backend).__name__)
+        log.info("gateway.ready", build=__version__, backend=type(backend).__name__, previous_secrets=self._previous_secrets)
 
     async def stop(self) -> None:
         """Connections first, then the storage process with its pending writes, then sockets and lock."""
@@ -175,6 +181,7 @@ class Gateway:
             "backend": type(self._backend).__name__,
             "chunk_tokens": self.config.chunk_tokens,
             "codec": self.config.codec,
+            "previous_secrets": self._previous_secrets,
             "known_chunks": len(self._presence),
             "leases": len(self._leases),
             "held_chunks": sum(len(lease.held) for lease in self._leases),

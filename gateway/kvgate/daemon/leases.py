@@ -29,15 +29,29 @@ MAX_BOUND_CHUNKS: Final = 1 << 23
 """Chunks of all open leases together: about 1 GiB. One connection may bind half of them, so that it keeps nobody else from binding."""
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Place:
+    """Where the chunks of a request may lie: their addresses under one secret of the deployment, in the domain that secret makes.
+
+    ``envelope_keys``: what may vouch for objects there, the key of that very secret alone.
+    """
+
+    domain: bytes
+    chunks: list[bytes]
+    envelope_keys: tuple[bytes, ...]
+
+
 @dataclass(eq=False)
 class HeldChunk:
     """One acquired chunk: per rectangle of the plan the hold and the payload digest its envelope vouches for.
 
-    ``quarantined``: a worker found other bytes than that. It stays held till the release, but is handed out no more.
+    ``quarantined``: a worker found other bytes than that. It stays held till the release, but is handed out no more. ``place``: where
+    it was found.
     """
 
     holds: tuple[Held, ...]
     payload_digests: tuple[bytes, ...]
+    place: Place
     quarantined: bool = False
 
 
@@ -55,7 +69,7 @@ class Lease:
     """One bound request. ``chunks`` are its chunk addresses in order; only they can be acquired or stored under it.
 
     ``variant``: None for ordinary KV. ``links``: the same chunks in the explain chain. ``unanswered``: storage failed or was late at a
-    lookup, so a miss may be none.
+    lookup, so a miss may be none. ``earlier``: where its first chunks may lie too, by an earlier secret: read there, never stored.
     """
 
     token: bytes
@@ -68,6 +82,7 @@ class Lease:
     links: Links
     variant: VariantTerms | None = None
     unanswered: bool = False
+    earlier: dict[int, Place] = field(default_factory=dict)  # by the number of the secret
     held: dict[int, HeldChunk] = field(default_factory=dict)
     open_loads: int = 0
     released: bool = False
@@ -83,6 +98,11 @@ class Lease:
     def domain(self) -> bytes:
         """Id of the isolation domain that its objects lie in."""
         return self.registration.domain if self.variant is None else self.variant.access.domain
+
+    @property
+    def bound_chunks(self) -> int:
+        """Addresses kept for it, all places together."""
+        return len(self.chunks) + sum(len(place.chunks) for place in self.earlier.values())
 
     @property
     def rectangles(self) -> int:
@@ -160,6 +180,13 @@ class LeaseTable:
         lease.extend(first, tokens)
         self._count(lease.session, len(lease.chunks) - known)
 
+    def add_earlier(self, lease: Lease, secret: int, place: Place) -> None:
+        """Note where an earlier secret put the lease's first chunks, as far as there is room. A repetition changes nothing."""
+        if secret not in lease.earlier:
+            self._require_room(lease.session, len(place.chunks))
+            lease.earlier[secret] = place
+            self._count(lease.session, len(place.chunks))
+
     def find(self, token: bytes) -> Lease | None:
         """The open lease of ``token``, None for one already gone; raises ``Refused`` for a token this deployment never made."""
         if not compare_digest(
@@ -190,7 +217,7 @@ class LeaseTable:
         """Forget a lease whose holds were given back."""
         lease.released = True
         if self._leases.pop(lease.token, None) is not None:
-            self._count(lease.session, -len(lease.chunks))
+            self._count(lease.session, -lease.bound_chunks)
 
     def _require_room(self, session: int, chunks: int) -> None:
         if self._bound + chunks > MAX_BOUND_CHUNKS or self._chunks.get(session, 0) + chunks > MAX_BOUND_CHUNKS // 2:

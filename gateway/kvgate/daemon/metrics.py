@@ -38,6 +38,9 @@ class Metrics:
         self.variants = self._counter(
             "variants", "Artifacts of transforms: what became of publishing and binding them", "event"
         )
+        self.earlier_chunks = Counter(
+            "kvgate_earlier_secret_chunks", "Chunks found where an earlier deployment secret put them", registry=self.registry
+        )
         self.deadlines = self._counter("deadlines", "Waits that ended at their deadline", "wait")
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:

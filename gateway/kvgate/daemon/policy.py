@@ -59,11 +59,17 @@ class Policy:
 
         ``cross_domain``: results of those may be shared between isolation domains too.
         """
+        self._names = {default_domain, *credentials.values()}
+        self._secret = secret
         self._default = _domain(secret, default_domain)
         self._by_credential = {name: _domain(secret, domain) for name, domain in credentials.items()}
         self._determined = determined
         key = digest(Kind.SHARED_DOMAIN_KEY, secret)
         self._shared = Domain(key, keys.domain_id(key)) if cross_domain else None
+
+    def domains_under(self, secret: bytes) -> dict[bytes, Domain]:
+        """The domains of the same names under another secret, by the ids that they have under this one."""
+        return {_domain(self._secret, name).id: _domain(secret, name) for name in self._names}
 
     def domain_of(self, credential: bytes | None) -> Domain:
         """The domain a connection belongs to; raises ``Refused`` for an unknown credential (never a fallback to the default)."""

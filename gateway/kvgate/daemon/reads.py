@@ -14,7 +14,7 @@ from kvgate.contract.address import shard_address
 from kvgate.daemon.background import end_tasks
 from kvgate.daemon.errors import Refused
 from kvgate.daemon.explain import Explainer
-from kvgate.daemon.leases import HeldChunk, Lease, LeaseTable
+from kvgate.daemon.leases import HeldChunk, Lease, LeaseTable, Place
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.pool_view import PoolView
 from kvgate.daemon.presence import PresenceIndex
@@ -79,51 +79,71 @@ class Reads:
         """How many loads are being copied."""
         return len(self._loads)
 
+    def present(self, lease: Lease) -> int:
+        """How many chunks from the first are believed whole, each in one of the lease's places."""
+        present = self._presence.contiguous(lease.chunks, lease.rectangles)
+        if lease.earlier:
+            places = self._places(lease)
+            while any(self._believed_in(lease, place, present) for place in places):
+                present += 1
+        return present
+
     def start_probe(self, lease: Lease, present: int) -> bool:
         """Ask storage in the background about chunks from ``present`` on; False where there is nothing to ask about."""
         if present >= len(lease.chunks) or self._backend.pool is None:
             return False
         if self._presence.complete and not self._backend.has_l2:
             return False
-        lease.probe = asyncio.create_task(self._probe(lease, present))
+        lease.probe = asyncio.create_task(self._probe(lease, present, lease.probe))
         return True
 
-    async def _probe(self, lease: Lease, present: int) -> int:
-        """How many chunks from the first are present. One chunk is asked for first: most probes end there."""
+    async def _probe(self, lease: Lease, present: int, earlier: asyncio.Task[int] | None) -> int:
+        """How many chunks from the first are present, each in one of the lease's places. ``earlier``: its last probe, waited for."""
+        if earlier is not None:
+            present = max(present, await earlier, self.present(lease))
         try:
             async with asyncio.timeout(self._probe_s):
-                step = 1
-                while present < len(lease.chunks):
-                    asked = range(present, min(present + step, len(lease.chunks)))
-                    refs = [ref for index in asked for ref in self._refs(lease, index)]
-                    found = await self._backend.probe(refs, self._probe_s)
-                    whole = self._note_found(lease, asked, found)
-                    present += whole
-                    if whole < len(asked):
-                        break
-                    step = BATCH_CHUNKS
+                reached = -1
+                while reached < present < len(lease.chunks):
+                    reached = present
+                    for place in self._places(lease):
+                        present = await self._probe_place(lease, place, present)
         except (StorageUnavailable, TimeoutError) as error:
             lease.unanswered = True
             self._metrics.storage_faults.labels("probe").inc()
             log.warning("probe.failed", error=type(error).__name__)
         return present
 
-    def _note_found(self, lease: Lease, asked: range, found: list[bool | None]) -> int:
+    async def _probe_place(self, lease: Lease, place: Place, present: int) -> int:
+        """The same in one place. One chunk is asked for first: most probes end there."""
+        step = 1
+        while present < len(place.chunks):
+            asked = range(present, min(present + step, len(place.chunks)))
+            refs = [ref for index in asked for ref in self._refs(lease, place, index)]
+            found = await self._backend.probe(refs, self._probe_s)
+            whole = self._note_found(lease, place, asked, found)
+            present += whole
+            if whole < len(asked):
+                break
+            step = BATCH_CHUNKS
+        return present
+
+    def _note_found(self, lease: Lease, place: Place, asked: range, found: list[bool | None]) -> int:
         wide = lease.rectangles
         news = []  # whole, and not known so: stored by another host, or before this start
         whole = len(asked)
         for at, index in enumerate(asked):
             cells = found[at * wide : (at + 1) * wide]
-            if all(cells) and not self._presence.whole(lease.chunks[index], wide):
+            if all(cells) and not self._presence.whole(place.chunks[index], wide):
                 news.append(index)
             for rectangle, there in enumerate(cells):
                 if there:
-                    self._presence.add(lease.chunks[index], rectangle)
+                    self._presence.add(place.chunks[index], rectangle)
             if not all(cells):
                 lease.unanswered |= None in cells
                 whole = at
                 break
-        if news:
+        if news and place.chunks is lease.chunks:
             links = lease.links.first(news[-1] + 1)
             self._explainer.stored((lease.chunks[index], links[index], lease.components) for index in news)
         return whole
@@ -147,9 +167,9 @@ class Reads:
         try:
             stop = min(last, await self._believed(lease, until - loop.time()))
             while end < stop and not lease.released:
-                batch = min(stop, end + BATCH_CHUNKS)
+                place, batch = self._next_batch(lease, end, min(stop, end + BATCH_CHUNKS))
                 # The storage call ends by its own deadline: cancelling it from here could leave holds behind.
-                reached = await self._acquire_batch(lease, end, batch, max(0.001, until - loop.time()))
+                reached = await self._acquire_batch(lease, place, end, batch, max(0.001, until - loop.time()))
                 complete, end = reached == batch, reached
                 if not complete:
                     if loop.time() >= until - LATE_SHARE * deadline_s:
@@ -179,59 +199,78 @@ class Reads:
             await asyncio.wait({probe}, timeout=max(0.0, wait_s))
             lease.unanswered |= not probe.done()
             if probe.done() and not probe.cancelled():
-                return max(probe.result(), self._presence.contiguous(lease.chunks, lease.rectangles))
-        return self._presence.contiguous(lease.chunks, lease.rectangles)
+                return max(probe.result(), self.present(lease))
+        return self.present(lease)
 
-    async def _acquire_batch(self, lease: Lease, first: int, last: int, deadline_s: float) -> int:
+    def _own(self, lease: Lease) -> Place:
+        """Where the lease's chunks are stored, and looked for first."""
+        return Place(lease.domain, lease.chunks, self._envelope_keys)
+
+    def _places(self, lease: Lease) -> list[Place]:
+        return [self._own(lease), *lease.earlier.values()]
+
+    def _believed_in(self, lease: Lease, place: Place, index: int) -> bool:
+        return index < len(place.chunks) and self._presence.whole(place.chunks[index], lease.rectangles)
+
+    def _next_batch(self, lease: Lease, first: int, last: int) -> tuple[Place, int]:
+        """The place that is believed to have chunk ``first``, and the end of what it has of ``[first, last)``."""
+        own = self._own(lease)
+        if not lease.earlier:
+            return own, last
+        for place in (own, *lease.earlier.values()):
+            end = first
+            while end < last and self._believed_in(lease, place, end):
+                end += 1
+            if end > first:
+                return place, end
+        return own, last
+
+    async def _acquire_batch(self, lease: Lease, place: Place, first: int, last: int, deadline_s: float) -> int:
         last = next((index for index in range(first, last) if index in lease.held and not lease.usable(index)), last)
         wanted = [index for index in range(first, last) if index not in lease.held]
-        asked = [self._refs(lease, index) for index in wanted]
+        asked = [self._refs(lease, place, index) for index in wanted]
         refs = [ref for row in asked for ref in row]
         generation = self._pool.generation
         got = await self._backend.acquire(refs, deadline_s) if refs else []
         wide = lease.rectangles
         spare: list[Held] = []
-        tiers: dict[str, int] = {}
         broken = last
         for at, index in enumerate(wanted):
             holds = got[at * wide : (at + 1) * wide]
             usable = index < broken and not lease.released and generation == self._pool.generation
-            digests = self._vouched(lease, index, asked[at], holds) if usable else None
+            digests = self._vouched(lease, place, index, asked[at], holds) if usable else None
             if digests is None:
                 broken = min(broken, index)
                 spare.extend(hold for hold in holds if hold is not None)
             else:
-                taken = tuple(hold for hold in holds if hold is not None)
-                lease.held[index] = HeldChunk(taken, digests)
-                for hold in taken:
-                    tiers[hold.tier] = tiers.get(hold.tier, 0) + 1
-        for tier, shards in tiers.items():
-            self._metrics.acquired.labels(tier).inc(shards)
+                lease.held[index] = HeldChunk(tuple(hold for hold in holds if hold is not None), digests, place)
+                if place.chunks is not lease.chunks:
+                    self._metrics.earlier_chunks.inc()
+                for hold in holds:
+                    self._metrics.acquired.labels(hold.tier if hold else "none").inc()
         await self._give_back([hold.hold for hold in spare])
         return broken
 
-    def _vouched(self, lease: Lease, index: int, refs: list[ObjectRef], holds: list[Held | None]) -> tuple[bytes, ...] | None:
+    def _vouched(
+        self, lease: Lease, place: Place, index: int, refs: list[ObjectRef], holds: list[Held | None]
+    ) -> tuple[bytes, ...] | None:
         """The payload digests of one chunk's shards where all are there and all envelopes are good; None is a miss."""
         digests = []
         for rectangle, (hold, ref) in enumerate(zip(holds, refs, strict=True)):
             if hold is None:
-                self._presence.discard(lease.chunks[index], rectangle)
+                self._presence.discard(place.chunks[index], rectangle)
                 return None
             try:
                 header = self._pool.read_header(hold.slot)
                 payload_bytes = ref.object_bytes - ENVELOPE_BYTES
-                digests.append(payload_digest_of(self._envelope_keys, header, ref.address, payload_bytes))
+                digests.append(payload_digest_of(place.envelope_keys, header, ref.address, payload_bytes))
             except EnvelopeError as error:
                 log.error("envelope.refused", reason=str(error), tier=hold.tier)
-                self.quarantine(lease, index, rectangle, f"envelope_{error}")
+                self._quarantine(lease, place, index, rectangle, f"envelope_{error}")
                 return None
         return tuple(digests)
 
     async def load(self, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
-        """``plan_load`` for those who wait for things anyway."""
-        return self.plan_load(session, lease, rectangle, chunks)
-
-    def plan_load(self, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
         """Where the payloads of acquired ``chunks`` lie for the worker that holds ``rectangle``."""
         info = self._pool.info
         if lease.released:
@@ -261,49 +300,39 @@ class Reads:
 
     async def finish_load(self, session: int, ticket: int, mismatched: tuple[int, ...]) -> bool:
         """Close a load. True: the holds lasted through the whole copy and the registration still stands."""
-        valid, idle = self.settle_load(session, ticket, mismatched)
-        if idle is not None:
-            await self.free(idle)
-        return valid
-
-    def settle_load(self, session: int, ticket: int, mismatched: tuple[int, ...]) -> tuple[bool, Lease | None]:
-        """``finish_load`` but for what may wait: the lease that is left to be freed, if one is."""
         load = self._loads.get(ticket)
         if load is None or load.session != session:
-            return False, None
+            return False
         if not load.chunks.keys() >= set(mismatched):
             # The load stays open: whoever sent this can still close it, and a lost connection does.
             raise Refused("malformed", "names a chunk that was not loaded", field="mismatched")
         del self._loads[ticket]
         for index in set(mismatched):
             log.error("payload.mismatch", chunk_index=index)
-            held = load.lease.held.get(index)
-            if held is not None:
-                held.quarantined = True
             self.quarantine(load.lease, index, load.chunks[index][0], "payload_digest")
         if mismatched:
             self._explainer.missed(load.lease, min(mismatched))
         valid = load.generation == self._pool.generation and load.lease.registration.sealed
         self._metrics.loads.labels("good" if valid and not mismatched else "bad").inc(len(load.chunks))
-        return valid, load.lease if self._closed(load) else None
+        await self._close_load(load)
+        return valid
 
     async def release(self, lease: Lease) -> None:
         """Give everything back that ``lease`` holds; loads under way keep it until they are closed. Once, then nothing."""
         if self._retire(lease) and lease.open_loads == 0:
-            await self.free(lease)
+            await self._free(lease)
 
     async def drop_session(self, session: int) -> None:
         """A connection is lost: its loads are closed, its leases released."""
         for ticket, load in list(self._loads.items()):
             if load.session == session:
                 del self._loads[ticket]
-                if self._closed(load):
-                    await self.free(load.lease)
+                await self._close_load(load)
         leases = [lease for lease in self._leases.of_session(session) if self._retire(lease)]
         # Idle ones first: one that waits for storage must not hold up the rest.
         for lease in sorted(leases, key=lambda lease: lease.lock.locked()):
             if lease.open_loads == 0:
-                await self.free(lease)
+                await self._free(lease)
 
     def _retire(self, lease: Lease) -> bool:
         """Nothing more is taken under ``lease``; False where that was so already."""
@@ -325,11 +354,17 @@ class Reads:
         await end_tasks(self._background)
 
     def quarantine(self, lease: Lease, index: int, rectangle: int, why: str) -> None:
-        """Remove an object that is not what its address says, from every tier, in the background."""
+        """Hand out no more, and remove, an object that is not what its address says, from every tier, in the background."""
+        held = lease.held.get(index)
+        if held is not None:
+            held.quarantined = True
+        self._quarantine(lease, self._own(lease) if held is None else held.place, index, rectangle, why)
+
+    def _quarantine(self, lease: Lease, place: Place, index: int, rectangle: int, why: str) -> None:
         self._metrics.quarantined.labels(why).inc()
-        self._presence.discard(lease.chunks[index], rectangle)
-        self._explainer.refused(lease.chunks[index], why)
-        ref = self._refs(lease, index)[rectangle]
+        self._presence.discard(place.chunks[index], rectangle)
+        self._explainer.refused(place.chunks[index], why)
+        ref = self._refs(lease, place, index)[rectangle]
         task = asyncio.create_task(self._delete(ref))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -341,16 +376,15 @@ class Reads:
             # It stays refused at every acquire: the envelope or the digest is checked each time.
             self._metrics.storage_faults.labels("delete").inc()
 
-    def _closed(self, load: OpenLoad) -> bool:
-        """Note that a load is closed; whether its lease was waiting for that, and is to be freed."""
+    async def _close_load(self, load: OpenLoad) -> None:
         self._loads_of[load.session] -= 1
         if not self._loads_of[load.session]:
             del self._loads_of[load.session]
         load.lease.open_loads -= 1
-        return load.lease.released and load.lease.open_loads == 0
+        if load.lease.released and load.lease.open_loads == 0:
+            await self._free(load.lease)
 
-    async def free(self, lease: Lease) -> None:
-        """Give back what a retired lease without open loads holds."""
+    async def _free(self, lease: Lease) -> None:
         async with lease.lock:
             holds = [hold.hold for chunk in lease.held.values() for hold in chunk.holds]
             lease.held.clear()
@@ -367,8 +401,8 @@ class Reads:
             self._metrics.storage_faults.labels("release").inc()
             log.warning("release.failed", holds=len(holds))
 
-    def _refs(self, lease: Lease, index: int) -> list[ObjectRef]:
-        return shard_refs(lease.registration, lease.chunks[index], lease.domain)
+    def _refs(self, lease: Lease, place: Place, index: int) -> list[ObjectRef]:
+        return shard_refs(lease.registration, place.chunks[index], place.domain)
 
 
 def shard_refs(registration: Registration, chunk: bytes, domain: bytes | None = None) -> list[ObjectRef]:

@@ -1,4 +1,7 @@
-"""The deployment secret: 32 random bytes, made on first start, mode 0600; every key of the deployment is derived from it."""
+"""The deployment secret: 32 random bytes, made on first start, mode 0600; every key of the deployment is derived from it.
+
+While it is rotated, earlier ones are read from files of their own: they open what was stored under them, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import secrets
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
+from hmac import compare_digest
 from pathlib import Path
 
 from kvgate.contract.digests import Kind, digest
@@ -50,22 +54,37 @@ def load_or_create(path: Path) -> DeploymentKeys:
     """Read the secret, or make it where there is none. Two gateways that start at once end up with the same one."""
     if not path.exists():
         _create(path)
+    return _load(path, "deployment secret")
+
+
+def load_previous(paths: tuple[Path, ...], present: DeploymentKeys) -> tuple[DeploymentKeys, ...]:
+    """Read earlier secrets, none of which is made, in their order; raises ``SecretError``."""
+    found: list[DeploymentKeys] = []
+    for path in paths:
+        keys = _load(path, "previous secret")
+        if any(compare_digest(keys.secret, other.secret) for other in (present, *found)):
+            raise SecretError(
+                f"previous secret {path}: is the present secret, or named twice; take it off previous_secret_files"
+            )
+        found.append(keys)
+    return tuple(found)
+
+
+def _load(path: Path, what: str) -> DeploymentKeys:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise SecretError(f"deployment secret {path}: {error.strerror}; it must be a plain file") from error
+        raise SecretError(f"{what} {path}: {error.strerror}; it must be a plain file") from error
     try:
         mode = os.fstat(descriptor)
         if not stat.S_ISREG(mode.st_mode) or mode.st_uid != os.geteuid() or mode.st_mode & 0o077:
-            raise SecretError(f"deployment secret {path}: must be a file of yours, closed to others; run: chmod 600 {path}")
+            raise SecretError(f"{what} {path}: must be a file of yours, closed to others; run: chmod 600 {path}")
         text = os.read(descriptor, 4096).decode("ascii", errors="replace")
     finally:
         os.close(descriptor)
     match = _FORM.fullmatch(text)
     if not match:
-        raise SecretError(
-            f"deployment secret {path}: not a kvgate secret; restore it from a backup, or move it away to start afresh"
-        )
+        raise SecretError(f"{what} {path}: not a kvgate secret; restore it from a backup, or move it away to start afresh")
     return DeploymentKeys(bytes.fromhex(match[1]))
 
 

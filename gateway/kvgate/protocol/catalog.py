@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 from kvgate.contract.record import Record
-from kvgate.protocol import messages, page_messages, variant_messages, verify_messages
+from kvgate.protocol import messages, page_messages, rotation_messages, variant_messages, verify_messages
 
 _BY_VERSION: Final = (
     (1, messages.REPLIES),
     (2, variant_messages.REPLIES),
     (2, page_messages.REPLIES),
     (2, verify_messages.REPLIES),
+    (2, rotation_messages.REPLIES),
 )
 
 REPLIES: Final[dict[type[Record], type[Record]]] = {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from kvgate.client import GatewayRefused, GatewayUnavailable
 from kvgate.contract.record import Record
 from kvgate.protocol.messages import Acquire, Acquired, Bind, Bound, Explain, Explained, Extend, Extended, Release
+from kvgate.protocol.rotation_messages import LookPrevious, PreviousLooked
 from kvgate.protocol.variant_messages import BindVariant, ModelOpened, OpenModel, VariantBound
 from kvgate_vllm.session import CALL_S, AdapterBinding, Open, Session, ask
 
@@ -39,6 +40,14 @@ class VariantBind:
     digests: Callable[[bytes], list[bytes]]
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class EarlierPrompt:
+    """A prompt by the keys of an earlier secret: its salt, and the ``t`` of its chunks."""
+
+    salt: bytes | None
+    tokens: list[bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class Acquisition:
     """One acquire under way or done."""
@@ -59,7 +68,10 @@ class Binding:
         salt: bytes | None,
         tokens: list[bytes],
         variant: VariantBind | None = None,
+        earlier: tuple[EarlierPrompt, ...] = (),
     ) -> None:
+        """``earlier``: the same prompt by the keys of each of ``opened.earlier``, or none."""
+        self._earlier = earlier
         self._session = session
         self.opened = opened
         self._released = False
@@ -144,9 +156,23 @@ class Binding:
             return
         self.present, self.probing, self.known = bound.present, bound.probing, len(tokens)
         self.reference = bound.reference
+        await self._look_earlier(bound.lease)
         self.lease = bound.lease
         if self._released:
             self._session.client.submit(Release(lease=bound.lease), CALL_S)
+
+    async def _look_earlier(self, lease: bytes) -> None:
+        """Have the gateway look for what is not here where earlier secrets put it."""
+        for number, prompt in enumerate(self._earlier):
+            if self.present >= self.known or self._released:
+                return
+            message = LookPrevious(lease=lease, secret=number, salt=prompt.salt, tokens=b"".join(prompt.tokens))
+            try:
+                looked = cast(PreviousLooked, await ask(self._session.client, message))
+            except (GatewayRefused, GatewayUnavailable) as error:
+                self._note(error)
+                return
+            self.present, self.probing = max(self.present, looked.present), self.probing or looked.probing
 
     async def _message(self, salt: bytes | None, tokens: list[bytes]) -> Record:
         adapter = self.adapter.digest if self.adapter else None

@@ -12,9 +12,10 @@ from typing import Any, Final
 from kvgate.contract.errors import ContractError
 from kvgate.contract.keys import salt_digest
 from kvgate.protocol.messages import MAX_BATCH, MAX_CHUNKS
-from kvgate_vllm.binding import Binding
+from kvgate_vllm.binding import Binding, EarlierPrompt
 from kvgate_vllm.chunks import promisable_chunks
-from kvgate_vllm.session import Open, Session
+from kvgate_vllm.extras import chunk_digests
+from kvgate_vllm.session import EarlierKeys, Open, Session
 from kvgate_vllm.settings import ConnectorSettings
 from kvgate_vllm.state import EngineState
 from kvgate_vllm.tracking import Track
@@ -77,12 +78,13 @@ class Lookups:
                 raise ContractError("tokens", "too many chunks, or blocks that do not divide them")
             salt = salt_digest(opened.keys.salt_key, track.salt)
             digests = track.token_digests_to(opened.keys.token_key, track.full_chunks)
+            earlier = tuple(_by_earlier(keys, track) for keys in opened.earlier)
         except ContractError:
             track.uncacheable = track.outcome = "uncacheable"
             return False
         if track.binding is not None:
             track.binding.release()
-        track.binding = Binding(self._session, opened, self._state.adapter_of(track.request), salt, digests)
+        track.binding = Binding(self._session, opened, self._state.adapter_of(track.request), salt, digests, earlier=earlier)
         track.bind_until = self._clock() + self._settings.bind_ms / 1000
         return True
 
@@ -161,3 +163,10 @@ class Lookups:
             pass  # what counts is whether it is done now
         self._grace_left_s -= self._clock() - started
         return future.done()
+
+
+def _by_earlier(keys: EarlierKeys, track: Track) -> EarlierPrompt:
+    """A request's prompt by the keys of an earlier secret: only while one is read, so once more for each."""
+    tokens = track.request.all_token_ids
+    digests = chunk_digests(track.inputs, keys.token_key, tokens, track.chunk_tokens, 0, track.full_chunks)
+    return EarlierPrompt(salt_digest(keys.salt_key, track.salt), digests)

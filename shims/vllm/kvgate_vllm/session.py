@@ -12,8 +12,11 @@ from typing import Any, Final, cast
 from kvgate.client import Call, GatewayClient, GatewayRefused, GatewayUnavailable
 from kvgate.contract.artifacts import Artifact as ContractArtifact
 from kvgate.contract.artifacts import ArtifactSet
+from kvgate.contract.digests import DIGEST_BYTES
 from kvgate.contract.record import Record
+from kvgate.protocol.catalog import SINCE
 from kvgate.protocol.messages import AdapterRegistered, Opened, OpenEngine, RegisterAdapter, Welcome
+from kvgate.protocol.rotation_messages import OpenPrevious, PreviousOpened
 
 LOGGER: Final = logging.getLogger("vllm.kvgate")
 
@@ -41,6 +44,14 @@ class AdapterBinding:
     ranks: int = 0
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class EarlierKeys:
+    """The domain's keys under an earlier secret of the deployment, whose objects the gateway still reads."""
+
+    token_key: bytes
+    salt_key: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Open:
     """An opened engine. ``epoch`` grows with every opening: leases of an earlier one are void."""
@@ -48,6 +59,7 @@ class Open:
     epoch: int
     handle: bytes
     keys: Opened
+    earlier: tuple[EarlierKeys, ...] = ()
 
 
 class Session:
@@ -141,6 +153,7 @@ class Session:
             handle = self._handle
             try:
                 keys = cast(Opened, await self.client.request(OpenEngine(handle=handle), CALL_S))
+                earlier = await self._earlier_keys(handle)
             except GatewayRefused as error:
                 if error.code not in ("unsealed", "busy", "deadline", "unavailable"):
                     LOGGER.warning("kvgate: the gateway does not open this engine: %s", error)
@@ -151,11 +164,28 @@ class Session:
                 self._epoch += 1
                 self._adapters.clear()
                 self.domain = keys.domain
-                self._open = Open(self._epoch, handle, keys)
+                self._open = Open(self._epoch, handle, keys, earlier)
                 self._opened.set()
                 return
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, OPEN_BACKOFF_LAST_S)
+
+    async def _earlier_keys(self, handle: bytes) -> tuple[EarlierKeys, ...]:
+        welcome = self.client.welcome
+        if welcome is None or welcome.wire < SINCE[OpenPrevious]:
+            return ()
+        try:
+            reply = cast(PreviousOpened, await self.client.request(OpenPrevious(handle=handle), CALL_S))
+        except GatewayRefused as error:
+            if error.failure.field == "type":
+                return ()  # a gateway that does not know the message
+            raise
+        token_keys, salt_keys = _pieces(reply.token_keys), _pieces(reply.salt_keys)
+        return tuple(EarlierKeys(token_key, salt_key) for token_key, salt_key in zip(token_keys, salt_keys, strict=True))
+
+
+def _pieces(data: bytes) -> list[bytes]:
+    return [data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)]
 
 
 async def ask(client: GatewayClient, message: Record) -> Record:
