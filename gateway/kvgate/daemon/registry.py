@@ -30,6 +30,10 @@ from kvgate.protocol.messages import RegisterWorker
 
 MAX_REGISTRATIONS: Final = 4096
 MAX_SET_ASIDE: Final = 1024
+MAX_SET_ASIDE_BYTES: Final = 32 << 20
+"""Of their contracts, as they are encoded. A usual one has some ten thousand bytes."""
+MAX_CONTRACT_BYTES: Final = 1 << 20
+"""Of one model contract, representation and plan together."""
 MAX_ADAPTERS: Final = 4096
 
 Rank = tuple[int, int]
@@ -56,6 +60,7 @@ class Registration:
     model: ModelContract
     digests: ModelDigests
     form: StoredForm
+    size_bytes: int
     live: dict[Rank, int] = field(default_factory=dict)  # rank → session that reported it
     processes: dict[Rank, Process] = field(default_factory=dict)  # rank → process that reported it last
     adapters: OrderedDict[bytes, AdapterState] = field(default_factory=OrderedDict)
@@ -153,6 +158,7 @@ class Registry:
         self._classes = classes
         self._by_handle: dict[bytes, Registration] = {}
         self._set_aside: dict[bytes, Registration] = {}  # handle → registration without a live rank, oldest first
+        self._set_aside_bytes = 0
         self._newest: dict[tuple[bytes, bytes], int] = {}  # (domain, engine) → highest generation seen
 
     def __iter__(self) -> Iterator[Registration]:
@@ -214,14 +220,18 @@ class Registry:
     def _put_aside(self, registration: Registration) -> None:
         del self._by_handle[registration.handle]
         self._set_aside[registration.handle] = registration
-        while len(self._set_aside) > MAX_SET_ASIDE:
+        self._set_aside_bytes += registration.size_bytes
+        while len(self._set_aside) > MAX_SET_ASIDE or self._set_aside_bytes > MAX_SET_ASIDE_BYTES:
             # A revoked one is the last to be forgotten: some process may still hold the wrong weights.
             harmless = (handle for handle, one in self._set_aside.items() if not one.revoked)
-            del self._set_aside[next(harmless, next(iter(self._set_aside)))]
+            self._forget(next(harmless, next(iter(self._set_aside))))
         name = (registration.domain, registration.engine)
         if not any((other.domain, other.engine) == name for other in self._by_handle.values()):
             # A fixed engine id may be used again by the next start, which counts from zero.
             self._newest.pop(name, None)
+
+    def _forget(self, handle: bytes) -> None:
+        self._set_aside_bytes -= self._set_aside.pop(handle).size_bytes
 
     def _require_own_rank(self, report: RegisterWorker, process: Process, domain: bytes) -> None:
         """Raise ``Refused`` where another process speaks for this rank and lives: that is another engine, and nothing of its changes.
@@ -272,7 +282,7 @@ class Registry:
         registration = self._take_back(handle)
         if registration is None:
             registration = Registration(
-                report.engine, report.generation, handle, domain_key, domain, report.model, digests, form
+                report.engine, report.generation, handle, domain_key, domain, report.model, digests, form, _size_bytes(report)
             )
         self._by_handle[handle] = registration
         self._newest[domain, report.engine] = report.generation
@@ -285,7 +295,7 @@ class Registry:
             return None
         if registration.revoked and any(process.lives() for process in registration.processes.values()):
             registration.require_sealed()
-        del self._set_aside[handle]
+        self._forget(handle)
         return None if registration.revoked else registration
 
     def _require_agreement(self, registration: Registration, report: RegisterWorker) -> None:
@@ -306,6 +316,8 @@ class Registry:
 
     def _check(self, report: RegisterWorker) -> None:
         plan, representation = report.plan, report.representation
+        if _size_bytes(report) > MAX_CONTRACT_BYTES:
+            raise Refused("malformed", f"a contract has at most {MAX_CONTRACT_BYTES} bytes", field="model")
         if report.model.adapter is not None:
             raise Refused("malformed", "a worker registers its base model", field="model.adapter", remedy="give null")
         if representation.chunk_tokens != self._chunk_tokens:
@@ -344,3 +356,7 @@ class Registry:
                 representation.payload_bytes(rectangle)
             except ContractError as error:
                 raise Refused("malformed", error.problem, field=f"plan.{error.field}", remedy=error.remedy) from error
+
+
+def _size_bytes(report: RegisterWorker) -> int:
+    return sum(len(part.encode()) for part in (report.model, report.representation, report.plan))
