@@ -37,7 +37,7 @@ from kvgate_kernels import PageGeometry, PageLayout
 from kvgate_kernels.export import export_pages
 from kvgate_vllm.jobs import Job, JobThread
 from kvgate_vllm.metadata import LoadOp, StoreOp
-from kvgate_vllm.page_export import Attachment
+from kvgate_vllm.page_export import Attachment, Lending
 from kvgate_vllm.page_transfers import PIECE_BYTES, GatewayTransfers
 from kvgate_vllm.transfer import Deadlines
 from tests.client.server import WELCOME, ScriptedGateway
@@ -98,10 +98,9 @@ def lending(
         client = GatewayClient(str(path / "g.sock"), "worker")
         client.start()
         assert client.wait_connected(WAIT_S)
-        attachment = client.spawn(Attachment.make(client.request, export, WAIT_S)).result(WAIT_S)
-        yield Lender(
-            gateway, GatewayTransfers(client, export, attachment, payload_bytes, Deadlines(load_s, store_s), attach_s=WAIT_S)
-        )
+        lending = Lending(client, export)
+        client.spawn(lending.attach(client.request, WAIT_S)).result(WAIT_S)
+        yield Lender(gateway, GatewayTransfers(client, lending, payload_bytes, Deadlines(load_s, store_s), attach_s=WAIT_S))
         client.close()
 
 
@@ -202,7 +201,7 @@ def test_a_refused_load_fails_and_gives_its_place_back(tmp_path: Path) -> None:
     with lending(tmp_path, script) as lender:
         for _ in range(3):
             assert lender.transfers.load(load_op(1), None) == {1}
-        attachment = lender.transfers._attachment
+        attachment = lender.transfers._lending.attachment
         assert attachment is not None
         assert len(attachment.gate._free) == PLACES - 1
         assert len(lender.heard(AttachPages)) == 1
@@ -216,7 +215,7 @@ def test_attaching_leaves_no_descriptor_behind(tmp_path: Path) -> None:
 
     gates: list[int] = []
     with lending(tmp_path, script) as lender:
-        client, export = lender.transfers._client, lender.transfers._export
+        client, export = lender.transfers._client, lender.transfers._lending._export
         gc.collect()
         before = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(6):
@@ -227,6 +226,74 @@ def test_attaching_leaves_no_descriptor_behind(tmp_path: Path) -> None:
             del made
             gc.collect()
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def attached(lender: Lender) -> Attachment:
+    """Wait until there is an attachment."""
+    until = time.monotonic() + WAIT_S
+    while (attachment := lender.transfers._lending.attachment) is None:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return attachment
+
+
+def test_a_gate_that_the_gateway_does_not_have_is_replaced(tmp_path: Path) -> None:
+    """It refuses a load that was not given up: then it has another gate. The pages are attached again, and loads go on."""
+    shut = [Failure(code="denied", field="gate", problem="scripted", remedy="none")]
+
+    def script(message: Record) -> Record | None:
+        return shut.pop() if isinstance(message, LoadPages) and shut else loaded(message)
+
+    with lending(tmp_path, script) as lender:
+        first = attached(lender)
+        assert lender.transfers.load(load_op(1), None) == {1}
+        assert len(first.gate._free) == PLACES - 1
+        lender.wait_for(AttachPages, 2)
+        assert attached(lender) is not first
+        assert lender.transfers.load(load_op(1), None) == set()
+        assert len(lender.heard(AttachPages)) == 2
+
+
+def loaded(message: Record) -> Record | None:
+    """All loads are right."""
+    return PagesLoaded(valid=True, failed=()) if isinstance(message, LoadPages) else None
+
+
+def test_pages_are_attached_once_on_a_connection(tmp_path: Path) -> None:
+    """Weights that change register anew: those transfers and the ones before share the attachment, and the gate that goes with it."""
+    with lending(tmp_path, loaded) as lender:
+        first = lender.transfers._lending
+        clients = [lender.transfers._client.spawn(first.attach(lender.transfers._client.request, WAIT_S)) for _ in range(3)]
+        assert {id(made.result(WAIT_S)) for made in clients} == {id(first.attachment)}
+        later = GatewayTransfers(lender.transfers._client, first, PIECE_BYTES, Deadlines(WAIT_S, WAIT_S), attach_s=WAIT_S)
+        assert later.load(load_op(1), None) == set()
+        assert lender.transfers.load(load_op(1), None) == set()
+        assert len(lender.heard(AttachPages)) == 1
+
+
+def test_two_who_find_the_pages_lost_attach_them_once(tmp_path: Path) -> None:
+    """Both go on with the same attachment."""
+    with lending(tmp_path, loaded) as lender:
+        shared = lender.transfers._lending
+        later = GatewayTransfers(lender.transfers._client, shared, PIECE_BYTES, Deadlines(WAIT_S, WAIT_S), attach_s=WAIT_S)
+        first = attached(lender)
+        for transfers in (lender.transfers, later):
+            transfers._lost(first)
+        attached(lender)
+        assert lender.transfers.load(load_op(1), None) == set()
+        assert later.load(load_op(1), None) == set()
+        assert len(lender.heard(AttachPages)) == 2
+
+
+def test_a_load_of_an_earlier_attachment_is_not_sent_after_the_next(tmp_path: Path) -> None:
+    """Between its pieces the pages were lost and lent again: the gateway has another gate, in which its places are other loads'."""
+    with lending(tmp_path, loaded) as lender:
+        shared, old = lender.transfers._lending, attached(lender)
+        shared.lost(old)
+        lender.transfers._client.spawn(shared.attach(lender.transfers._client.request, WAIT_S)).result(WAIT_S)
+        assert lender.transfers._ask(old, load_op(1), (1,), None) is None
+        assert not lender.heard(LoadPages)
+        assert len(old.gate._free) == PLACES - 1
 
 
 @pytest.mark.parametrize("way", ["load", "store"])
@@ -241,14 +308,16 @@ def test_lost_pages_are_lent_again(tmp_path: Path, way: str) -> None:
         return PagesLoaded(valid=True, failed=()) if isinstance(message, LoadPages) else store_script(message)
 
     with lending(tmp_path, script) as lender:
+        kept = attached(lender)  # so that its descriptor's number is not used again
         if way == "load":
             assert lender.transfers.load(load_op(1), None) == {1}
         else:
             assert lender.transfers.store(store_op(1), None, None) == 0
         first, second = lender.wait_for(AttachPages, 2)
         assert first.gate != second.gate
+        del kept
         until = time.monotonic() + WAIT_S
-        while lender.transfers._attachment is None:
+        while lender.transfers._lending.attachment is None:
             assert time.monotonic() < until
             time.sleep(0.005)
         assert lender.transfers.load(load_op(1), None) == set()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
+import threading
 import time
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
-from kvgate.client import Call, GatewayUnavailable
+from kvgate.client import Call, GatewayClient, GatewayUnavailable
 from kvgate.protocol.page_messages import AttachPages, PagesAttached
 from kvgate.transfer.gate import Gate
 from kvgate_kernels.export import ExportError, export_pages
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from kvgate.transfer.records import PageExport
     from kvgate_kernels import PageGeometry
+
+T = TypeVar("T")
 
 SAY_S: Final = 10.0
 """How often a wait that has no end of its own says so in the log."""
@@ -90,3 +94,54 @@ class Attachment:
         started = time.monotonic()
         while not poll.poll(SAY_S * 1000):
             LOGGER.error("kvgate: a transfer process is dying for %.0f s", time.monotonic() - started)
+
+
+class Lending:
+    """One worker's pages at its gateway: attached once on each connection, whoever asks for it.
+
+    A second attachment beside one that is in use would leave the gateway with another gate than that of the loads under way.
+    Thread-safe.
+    """
+
+    def __init__(self, client: GatewayClient, export: PageExport) -> None:
+        self._client = client
+        self._export = export
+        self._lock = threading.Lock()
+        self._attachment: Attachment | None = None
+        self._connection = 0
+        self._making = asyncio.Lock()
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The one that the gateway has on the present connection, as far as is known."""
+        with self._lock:
+            return self._attachment if self._connection == self._client.connection else None
+
+    async def attach(self, call: Call, deadline_s: float) -> Attachment:
+        """The present connection's attachment, made where there is none. On the client's loop. Raises as ``Attachment.make``."""
+        async with self._making:
+            found, connection = self.attachment, self._client.connection
+            if found is not None:
+                return found
+            with self._lock:
+                # Before the gateway hears of another gate: nothing is sent any more for a place of the one before.
+                self._attachment = None
+            made = await Attachment.make(call, self._export, deadline_s)
+            with self._lock:
+                self._attachment, self._connection = made, connection
+            return made
+
+    def send(self, attachment: Attachment, send: Callable[[], T]) -> T | None:
+        """``send()``, which must not wait, if the gateway still has this attachment; None, and nothing was sent, if not."""
+        with self._lock:
+            if attachment is not self._attachment or self._connection != self._client.connection:
+                return None
+            return send()
+
+    def lost(self, attachment: Attachment) -> bool:
+        """The gateway has it no longer, or is to have it no longer. False where that was known."""
+        with self._lock:
+            if self._attachment is not attachment:
+                return False
+            self._attachment = None
+            return True

@@ -10,7 +10,7 @@ import asyncio
 import struct
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from kvgate.client import GatewayClient, GatewayRefused, GatewayUnavailable
 from kvgate.contract.record import Record
@@ -19,14 +19,11 @@ from kvgate.protocol.page_messages import CommitPages, DetachPages, LoadPages, P
 from kvgate.transfer.gate import GateError
 from kvgate_vllm.jobs import Job
 from kvgate_vllm.metadata import ChunkOp, LoadOp, StoreOp
-from kvgate_vllm.page_export import Attachment
+from kvgate_vllm.page_export import Attachment, Lending
 from kvgate_vllm.patience import Patience, Sent
 from kvgate_vllm.state import LOGGER
 from kvgate_vllm.step_order import Mark
 from kvgate_vllm.transfer import Deadlines
-
-if TYPE_CHECKING:
-    from kvgate.transfer.records import PageExport
 
 PIECE_BYTES: Final = 1 << 30
 """Moved by one message: long enough that the gaps between two don't count, short enough that a load under way can be given up soon."""
@@ -47,22 +44,20 @@ class _Piece:
 
 
 class GatewayTransfers:
-    """Load and store through one client and one attachment, which is made anew when its transfer process is lost."""
+    """Load and store on one connection, through the attachment there, which is made anew when its transfer process is lost."""
 
     def __init__(
         self,
         client: GatewayClient,
-        export: PageExport,
-        attachment: Attachment,
+        lending: Lending,
         payload_bytes: int,
         deadlines: Deadlines,
         attach_s: float,
     ) -> None:
-        """``attachment``: of ``export``, on the client's present connection. ``attach_s``: patience for one more attempt."""
+        """``lending``: attached, on the client's present connection. ``attach_s``: patience for one more attempt."""
         self._client = client
         self._connection = client.connection
-        self._export = export
-        self._attachment: Attachment | None = attachment
+        self._lending = lending
         self._piece_chunks = max(1, min(MAX_BATCH, PIECE_BYTES // payload_bytes))
         self._deadlines = deadlines
         self._attach_s = attach_s
@@ -71,7 +66,7 @@ class GatewayTransfers:
 
     def load(self, op: LoadOp, mark: Mark | None) -> set[int]:
         """Restore the chunks of ``op``; returns those that failed. Pages of a failed chunk may hold wrong bytes."""
-        attachment = self._attachment
+        attachment = self._present()
         if attachment is None:
             return set(op.chunks)
         failed: set[int] = set()
@@ -104,7 +99,7 @@ class GatewayTransfers:
             for first in range(op.first, op.last, self._piece_chunks):
                 if len(waiting) == PIECES_AT_ONCE:
                     visible += self._stored(waiting.popleft(), job)
-                if self._attachment is None or (job is not None and job.cancelled):
+                if self._present() is None or (job is not None and job.cancelled):
                     break
                 chunks = tuple(range(first, min(op.last, first + self._piece_chunks)))
                 ready = mark.handle if mark else None
@@ -126,16 +121,14 @@ class GatewayTransfers:
     def close(self) -> None:
         """The pages are about to go: have the gateway unmap them, if it answers."""
         self._closed = True
-        if self._attachment is not None and self._client.connected and self._client.connection == self._connection:
+        attachment = self._present()
+        if attachment is not None and self._lending.lost(attachment) and self._client.connected:
             try:
                 self._client.call(DetachPages(), DETACH_S)
             except (GatewayRefused, GatewayUnavailable) as error:
                 LOGGER.info("kvgate: the pages were not detached: %s", error)
-        self._attachment = None
 
     def _ask(self, attachment: Attachment, op: LoadOp, chunks: tuple[int, ...], mark: Mark | None) -> _Piece | None:
-        if self._client.connection != self._connection:
-            return None  # on a new connection other pages are attached, with a gate that we can't close
         try:
             place = attachment.gate.open_place()
         except GateError:
@@ -152,10 +145,14 @@ class GatewayTransfers:
             paced=op.asynchronous,
         )
         try:
-            return _Piece(chunks, place, self._patience.send(message, self._deadlines.load_s))
+            # On another connection, or after another attachment, the gateway has a gate that this load can't close.
+            sent = self._lending.send(attachment, lambda: self._patience.send(message, self._deadlines.load_s))
         except GatewayUnavailable:
+            sent = None
+        if sent is None:
             attachment.gate.give_back(place)  # it was not sent
             return None
+        return _Piece(chunks, place, sent)
 
     def _loaded(self, attachment: Attachment, piece: _Piece) -> set[int]:
         """Wait for one piece; the chunks that failed."""
@@ -186,15 +183,19 @@ class GatewayTransfers:
         return cast(PagesStored, reply).visible
 
     def _heard(self, error: Exception) -> None:
-        """An answer may mean that the pages are not attached any more."""
-        if isinstance(error, GatewayRefused) and error.failure.field == "pages":
-            attachment = self._attachment
+        """An answer may mean that the pages are not attached any more, or with another gate than ours."""
+        if isinstance(error, GatewayRefused) and error.failure.field in ("pages", "gate"):
+            attachment = self._present()
             if attachment is not None:
                 self._lost(attachment)
 
+    def _present(self) -> Attachment | None:
+        """The attachment; None on a later connection, which has one of its own, with a gate that our loads can't close."""
+        attachment = self._lending.attachment
+        return attachment if self._client.connection == self._connection else None
+
     def _lost(self, attachment: Attachment) -> None:
-        if self._attachment is attachment:
-            self._attachment = None
+        if self._lending.lost(attachment):
             self._client.spawn(self._attach_again())
 
     async def _attach_again(self) -> None:
@@ -202,7 +203,7 @@ class GatewayTransfers:
         backoff_s = ATTACH_FIRST_S
         while not self._closed and self._client.connection == self._connection:
             try:
-                self._attachment = await Attachment.make(self._client.request, self._export, self._attach_s)
+                await self._lending.attach(self._client.request, self._attach_s)
             except (GatewayRefused, GatewayUnavailable) as error:
                 LOGGER.warning("kvgate: the pages are not attached: %s", error)
             else:

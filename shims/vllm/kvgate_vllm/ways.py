@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvgate.client import Call, GatewayClient, GatewayRefused, GatewayUnavailable, PoolMappings
 from kvgate.protocol.messages import Welcome
 from kvgate_kernels import Packer
-from kvgate_vllm.page_export import Attachment, lend
+from kvgate_vllm.page_export import Lending, lend
 from kvgate_vllm.page_transfers import GatewayTransfers
 from kvgate_vllm.registration import WorkerForm
 from kvgate_vllm.settings import ConnectorSettings
@@ -20,8 +20,6 @@ from kvgate_vllm.transfer import Deadlines, HeldWrites, Packers, Transfers
 
 if TYPE_CHECKING:
     import torch
-
-    from kvgate.transfer.records import PageExport
 
 ATTACH_PAUSE_S: Final = 0.5
 TRANSIENT: Final = ("unavailable", "busy", "deadline")
@@ -41,7 +39,7 @@ class Ways:
         self._packers: dict[tuple[int, str], Packers] = {}
         self._tensors: Sequence[torch.Tensor] = ()
         self._order: StepOrder | None = None
-        self._export: PageExport | None = None
+        self._lending: Lending | None = None
         self.attaching = False
         """Whether the gateway is being asked to map the pages right now."""
 
@@ -52,13 +50,14 @@ class Ways:
 
     def take(self, form: WorkerForm, tensors: Sequence[torch.Tensor]) -> None:
         """The pages exist. Raises ``Uncacheable`` where they have to be lent and can't be."""
-        self._export = lend(self._settings.transfer, form.pages, tensors)
+        export = lend(self._settings.transfer, form.pages, tensors)
+        self._lending = None if export is None else Lending(self._client, export)
         self._tensors = tensors
-        self._order = StepOrder(tensors[0].device, shared=self._export is not None)
+        self._order = StepOrder(tensors[0].device, shared=export is not None)
 
     def check(self, form: WorkerForm, welcome: Welcome) -> None:
         """Before a gateway hears of pages that this worker copies: raises ``GeometryError`` where nothing can move them."""
-        if self._export is None:
+        if self._lending is None:
             self._packers_for(form, welcome)
 
     def held_writes(self) -> tuple[int, ...]:
@@ -70,10 +69,10 @@ class Ways:
         settings, order = self._settings, self._order
         assert order is not None, "the pages were taken"
         deadlines = Deadlines(settings.load_ms / 1000, settings.store_ms / 1000)
-        if self._export is not None:
+        if self._lending is not None:
             self.attaching = True
             try:
-                attachment = await self._attach(call, self._export)
+                await self._attach(call, self._lending)
             except (GatewayRefused, GatewayUnavailable) as error:
                 if self.must_lend:
                     raise
@@ -81,7 +80,7 @@ class Ways:
             else:
                 LOGGER.info("kvgate: pages are moved by the gateway")
                 payload_bytes, attach_s = form.payload(welcome).payload_bytes, settings.attach_ms / 1000
-                return GatewayTransfers(self._client, self._export, attachment, payload_bytes, deadlines, attach_s)
+                return GatewayTransfers(self._client, self._lending, payload_bytes, deadlines, attach_s)
             finally:
                 self.attaching = False
         packers = self._packers_for(form, welcome)
@@ -99,13 +98,14 @@ class Ways:
         for packers in self._packers.values():
             packers.close()
 
-    async def _attach(self, call: Call, export: PageExport) -> Attachment:
+    async def _attach(self, call: Call, lending: Lending) -> None:
         """Within the time for it: a transfer process may have to start first. One attempt where there is another way."""
         until = time.monotonic() + self._settings.attach_ms / 1000
         while True:
             left_s = max(0.001, until - time.monotonic())
             try:
-                return await Attachment.make(call, export, left_s)
+                await lending.attach(call, left_s)
+                return
             except GatewayRefused as error:
                 last = not self.must_lend or left_s <= ATTACH_PAUSE_S
                 if last or error.code not in TRANSIENT:
