@@ -53,7 +53,7 @@ def restore(suite: Suite) -> None:
             {"forget": 1},
             ask(one, adapter=tuned, pages=True),
         ]
-        steps += [ask(one, adapter=other), ask(one, salt="another"), {"forget": 1}, ask(one, pages=True)]
+        steps += [ask(one, adapter=other, pages=True), ask(one, salt="another"), {"forget": 1}, ask(one, pages=True)]
         again, again_two, loading, _, again_adapted, reloaded, salted, _, third = suite.engines.run(
             job(running, steps, **LORA), "restore"
         )
@@ -66,7 +66,7 @@ def restore(suite: Suite) -> None:
         ):
             whole(suite, name, got, stored, wanted)
         suite.missed("other_adapter_same_name", reloaded, running, "adapter")
-        suite.check("other_adapter_text", reloaded["tokens"] != again_adapted["tokens"], "each adapter has its own text")
+        suite.check("other_adapter_pages", reloaded["pages"] != again_adapted["pages"], "each adapter has its own pages")
         suite.missed("other_salt", salted, running, "scope")
         suite.same("other_salt_text", salted, local)
         _must_miss(suite, running, one)
