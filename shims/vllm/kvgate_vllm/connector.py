@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvgate_vllm.capture import QueryCapture
 from kvgate_vllm.metadata import CaptureOp, Handshake, StepMetadata
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 class KVGateConnector(KVConnectorBase_V1):
     """Restores and stores KV through a kvgate gateway. A cache: whatever happens to the gateway, requests complete."""
+
+    def __new__(cls, _vllm_config: Any, _role: KVConnectorRole, kv_cache_config: Any) -> KVGateConnector:
+        """Make the connector for this kind of engine."""
+        without_kv = kv_cache_config is not None and not kv_cache_config.kv_cache_groups
+        made: KVGateConnector = super().__new__(_WithoutKV if without_kv else cls)
+        return made
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -210,6 +216,17 @@ class KVGateConnector(KVConnectorBase_V1):
             self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+
+
+class _WithoutKV(KVGateConnector, SupportsHMA):
+    """For an engine without any KV cache, such as one of an encoder-only embedding model: there is nothing to do, and nothing to fail.
+
+    vLLM hands the end of a request to other connectors for exactly one KV group, and ends the engine core where there is none.
+    """
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """See ``SchedulerSide.finished``."""
+        return self.request_finished(request, [block for group in block_ids for block in group])
 
 
 def scope_provider(session: Session) -> Any:

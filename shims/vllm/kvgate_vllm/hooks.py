@@ -20,6 +20,7 @@ from kvgate_vllm.loading import (
     SLEPT,
     UNKNOWN_RPC,
     WRITING_METHODS,
+    engine_core_knows,
     replaced,
     revoke_in_worker,
     state_of_model,
@@ -145,16 +146,21 @@ def _list_loras(stock: Callable[..., Any], self: Any) -> Any:
 def _changing_weights(engine: Any, state: EngineState, reason: str) -> Iterator[None]:
     state.weights_revoked(reason)
     _skip_prefix_cache(engine)
-    try:
-        # Worker processes see only vLLM's own methods, not what an unknown call does.
-        engine.model_executor.collective_rpc(revoke_in_worker, args=(reason,))
-    except Exception:  # noqa: BLE001 - logged; the engine core has stopped caching already
-        LOGGER.exception("kvgate: the workers could not be told of a weight change")
+    # Worker processes see only vLLM's own methods, not what an unknown call does.
+    _tell_workers(engine, revoke_in_worker, reason)
     try:
         yield
     finally:
         state.bump_epoch()
         _skip_prefix_cache(engine)
+        _tell_workers(engine, engine_core_knows)
+
+
+def _tell_workers(engine: Any, what: Callable[..., None], *args: Any) -> None:
+    try:
+        engine.model_executor.collective_rpc(what, args=args)
+    except Exception:  # noqa: BLE001 - logged; the engine core has stopped caching already
+        LOGGER.exception("kvgate: the workers could not be told of a weight change")
 
 
 def _skip_prefix_cache(engine: Any) -> None:

@@ -289,6 +289,13 @@ def revoke_in_worker(worker: Any, reason: str) -> None:
         state.weights_revoked(reason)
 
 
+def engine_core_knows(worker: Any) -> None:
+    """Run in every worker by the engine core, after such a call."""
+    state = active_state(worker.vllm_config)
+    if state is not None:
+        state.engine_core_knows()
+
+
 def install_worker_hooks() -> None:
     """Wrap the methods of vLLM's worker that write weights. Once a process."""
     from vllm.v1.worker.gpu_worker import Worker

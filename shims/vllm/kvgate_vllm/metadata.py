@@ -101,19 +101,24 @@ class LoadResult:
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers finished since their last report. ``handle`` only when it is new; ``adapters`` are newly confirmed ones."""
+    """What workers finished since their last report. ``handle`` only when it is new; ``adapters`` are newly confirmed ones.
+
+    ``weights_changed``: in a worker, past the engine core.
+    """
 
     handle: bytes | None = field(default=None, repr=False)
     loads: dict[int, LoadResult] = field(default_factory=dict)
     stores: dict[int, int] = field(default_factory=dict)
     adapters: dict[bytes, int] = field(default_factory=dict, repr=False)
+    weights_changed: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.handle or self.loads or self.stores or self.adapters)
+        return bool(self.handle or self.loads or self.stores or self.adapters or self.weights_changed)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both reports in one: ranks are counted, the earliest failure wins."""
-        merged = WorkerReport(handle=self.handle or other.handle)
+        changed = self.weights_changed or other.weights_changed
+        merged = WorkerReport(handle=self.handle or other.handle, weights_changed=changed)
         for report in (self, other):
             for number, result in report.loads.items():
                 seen = merged.loads.setdefault(number, LoadResult(0, None))

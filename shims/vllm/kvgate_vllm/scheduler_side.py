@@ -173,14 +173,14 @@ class SchedulerSide:
         for new in output.scheduled_new_reqs:
             fresh.add(new.req_id)
             if track := self._tracks.get(new.req_id):
-                track.blocks = list(new.block_ids[0])
+                track.blocks = _blocks_of(new.block_ids)
         cached = output.scheduled_cached_reqs
         for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
             resumed = request_id in cached.resumed_req_ids
             if resumed:
                 fresh.add(request_id)
             if track := self._tracks.get(request_id):
-                blocks = list(added[0]) if added else []
+                blocks = _blocks_of(added)
                 track.blocks = blocks if resumed else track.blocks + blocks
         return fresh
 
@@ -225,6 +225,12 @@ class SchedulerSide:
             self._release(self._draining.pop(request_id, None))
 
     def _note_report(self, report: WorkerReport) -> None:
+        if report.weights_changed:
+            # What was computed with the old ones must be neither stored as the new ones', nor found by requests from now on.
+            self._state.bump_epoch()
+            for track in self._tracks.values():
+                if track.variant is None:
+                    track.request.skip_reading_prefix_cache = True
         if report.handle is not None:
             self._session.set_handle(report.handle)
         for digest, ranks in report.adapters.items():
@@ -307,3 +313,8 @@ class SchedulerSide:
     def _release(self, track: Track | None) -> None:
         if track is not None and track.binding is not None:
             track.binding.release()
+
+
+def _blocks_of(groups: tuple[list[int], ...] | None) -> list[int]:
+    """The blocks of the one KV group; none where nothing was added, or the engine has no KV cache."""
+    return list(groups[0]) if groups else []

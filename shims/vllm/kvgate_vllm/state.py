@@ -94,6 +94,7 @@ class EngineState:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._weights = WeightsReport((), "no covered loader has loaded weights in this process", 0)
+        self._known_generation = 0
         self._epoch = 0
         self._scope: ScopeProvider | None = None
         self._failed: Callable[[], dict[str, dict[str, Any]]] | None = None
@@ -148,6 +149,18 @@ class EngineState:
         """After a weight change: what was hashed while it ran must not be shared with what comes after."""
         with self._lock:
             self._epoch += 1
+
+    def engine_core_knows(self) -> None:
+        """In a worker: the engine core has been told of every weight change so far, or caused it."""
+        with self._lock:
+            self._known_generation = self._weights.generation
+
+    def take_news(self) -> bool:
+        """In a worker: whether weights changed in a way that the engine core can't have seen. It is told by whoever asks."""
+        with self._lock:
+            news = self._known_generation != self._weights.generation
+            self._known_generation = self._weights.generation
+            return news
 
     def remember_model(self, model: Any) -> None:
         """Keep a weak reference to the loaded model, for ``describe_engine``."""

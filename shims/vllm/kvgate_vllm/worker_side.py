@@ -117,6 +117,7 @@ class WorkerSide:
         """The handle for the scheduler, if there is one already."""
         registration = self._registration
         self._announced = registration
+        self._state.engine_core_knows()  # of the first load
         return registration.handle if registration else None
 
     async def _on_connect(self, call: Call, welcome: Welcome) -> None:
@@ -286,6 +287,7 @@ class WorkerSide:
         registration = self._registration
         with self._lock:
             report, self._report = self._report, WorkerReport()
+        report.weights_changed = self._state.take_news()
         if registration is not None and registration is not self._announced:
             self._announced = registration
             report.handle = registration.handle
