@@ -1,4 +1,4 @@
-"""Starts and stops a real gateway for a demonstration."""
+"""What every demonstration needs: a real gateway, vLLM in a process of its own, and a folder to run in."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 KVGATE = ROOT / ".venv" / "gateway" / "bin" / "kvgate"
@@ -97,12 +98,35 @@ def vllm_environment() -> dict[str, str]:
     }
 
 
+def run_engine(folder: Path, script: str, description: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
+    """Run one vLLM engine in a process of its own, by a script of this folder that reads a job and writes a list; returns the list.
+
+    Raises ``DemoError`` where it fails, ``subprocess.TimeoutExpired`` after ``limit_s``.
+    """
+    job, result, log = folder / "job.json", folder / "result.json", folder / "vllm.log"
+    result.unlink(missing_ok=True)
+    job.write_text(json.dumps(description))
+    with log.open("ab") as sink:
+        done = subprocess.run(
+            [sys.executable, ROOT / "demo" / script, job, result],
+            env=vllm_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            stdout=sink,
+            stderr=sink,
+            timeout=limit_s,
+            check=False,
+        )
+    if done.returncode or not result.exists():
+        raise DemoError(f"the engine failed; the end of its log:\n{log.read_text(errors='replace')[-3000:]}")
+    found: list[dict[str, Any]] = json.loads(result.read_text())
+    return found
+
+
 def in_folder(run: Callable[[Path], bool]) -> int:
     """Run a demonstration in a temporary folder; keep it where something went wrong. Returns the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="kvgate-demo-"))
     try:
         good = run(folder)
-    except (DemoError, subprocess.TimeoutExpired) as error:
+    except (DemoError, subprocess.SubprocessError) as error:
         print(f"kvgate demo: {error}\nLogs are in {folder}", file=sys.stderr)
         return 1
     if good:

@@ -5,16 +5,14 @@ Run by `make demo`. Exit code 0 only if every line is as it must be.
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo.gateway import MODEL, ROOT, DemoError, Gateway, in_folder, vllm_environment
+from demo.gateway import MODEL, Gateway, in_folder, run_engine
 
 PROMPT_TOKENS = 1100
 MAX_TOKENS = 32
@@ -27,8 +25,6 @@ def engine(
 ) -> list[dict[str, Any]]:
     """Run one vLLM engine in a process of its own through ``steps``."""
     print(f"  … {label}", flush=True)
-    job, result = folder / "job.json", folder / "result.json"
-    result.unlink(missing_ok=True)
     description = {
         "model": str(model),
         "hf_overrides": overrides or {},
@@ -37,21 +33,7 @@ def engine(
         "prompt_tokens": PROMPT_TOKENS,
         "steps": [{"max_tokens": MAX_TOKENS, **step} for step in steps],
     }
-    job.write_text(json.dumps(description))
-    log = folder / "vllm.log"
-    with log.open("ab") as sink:
-        done = subprocess.run(
-            [sys.executable, ROOT / "demo" / "engine_step.py", job, result],
-            env=vllm_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            stdout=sink,
-            stderr=sink,
-            timeout=ENGINE_S,
-            check=False,
-        )
-    if done.returncode or not result.exists():
-        raise DemoError(f"the engine failed; the end of its log:\n{log.read_text(errors='replace')[-3000:]}")
-    answers: list[dict[str, Any]] = json.loads(result.read_text())
-    return answers
+    return run_engine(folder, "engine_step.py", description, ENGINE_S)
 
 
 def changed_weights(folder: Path) -> Path:

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo.gateway import MODEL, DemoError, Gateway, vllm_environment
+from demo.gateway import MODEL, DemoError, Gateway, in_folder, vllm_environment
 
 START_S = 180.0
 ANSWER_S = 120
@@ -128,7 +126,7 @@ def report(what: str, answer: dict[str, Any]) -> tuple[int, str]:
 
 
 def run(folder: Path) -> bool:
-    """All of it, in ``folder``."""
+    """All of it, in ``folder``: restored for its own salt, a miss for the other."""
     gateway = Gateway(folder)
     server = OpenAIServer(folder, gateway.endpoint)
     try:
@@ -146,25 +144,8 @@ def run(folder: Path) -> bool:
     finally:
         server.stop()
         gateway.stop()
-    good = first[0] == 0 and again[0] >= 256 and again[1] == first[1] and other == (0, first[1])
-    print("As it must be: restored for its own salt, a miss for the other." if good else "WRONG", flush=True)
-    return good
-
-
-def main() -> int:
-    """Run in a temporary folder; keep it where something went wrong."""
-    folder = Path(tempfile.mkdtemp(prefix="kvgate-demo-"))
-    try:
-        good = run(folder)
-    except (DemoError, subprocess.SubprocessError) as error:
-        print(f"kvgate demo: {error}\nLogs are in {folder}", file=sys.stderr)
-        return 1
-    if good:
-        shutil.rmtree(folder)
-    else:
-        print(f"Logs are in {folder}", file=sys.stderr)
-    return 0 if good else 1
+    return first[0] == 0 and again[0] >= 256 and again[1] == first[1] and other == (0, first[1])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(in_folder(run))

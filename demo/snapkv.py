@@ -5,15 +5,13 @@ Run by `make demo-snapkv`. Exit code 0 only if every line is as it must be.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo.gateway import MODEL, ROOT, DemoError, Gateway, in_folder, vllm_environment
+from demo.gateway import MODEL, Gateway, in_folder, run_engine
 
 SOURCE_TOKENS = 2048
 ENGINE_S = 400.0
@@ -24,8 +22,6 @@ QUESTION = (MODEL / "held-out" / "python-docs-0.txt").read_text(encoding="utf-8"
 
 def engine(folder: Path, step: str, endpoint: str, overrides: Any = None) -> list[dict[str, Any]]:
     """Run one vLLM engine in a process of its own through one step; returns its lines of the report."""
-    job, result = folder / "job.json", folder / "result.json"
-    result.unlink(missing_ok=True)
     description = {
         "step": step,
         "model": str(MODEL),
@@ -37,21 +33,7 @@ def engine(folder: Path, step: str, endpoint: str, overrides: Any = None) -> lis
         "question": QUESTION,
         "source_tokens": SOURCE_TOKENS,
     }
-    job.write_text(json.dumps(description))
-    log = folder / "vllm.log"
-    with log.open("ab") as sink:
-        done = subprocess.run(
-            [sys.executable, ROOT / "demo" / "snapkv_engine.py", job, result],
-            env=vllm_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            stdout=sink,
-            stderr=sink,
-            timeout=ENGINE_S,
-            check=False,
-        )
-    if done.returncode or not result.exists():
-        raise DemoError(f"the engine failed; the end of its log:\n{log.read_text(errors='replace')[-3000:]}")
-    lines: list[dict[str, Any]] = json.loads(result.read_text())
-    return lines
+    return run_engine(folder, "snapkv_engine.py", description, ENGINE_S)
 
 
 def show(gateway: Gateway, lines: list[dict[str, Any]]) -> bool:

@@ -208,7 +208,13 @@ class Steps:
 
     def matrix(self, made: dict[str, Artifact], capabilities: dict[str, VariantCapability]) -> dict[str, Any]:
         """The rows of the design's matrix that concern variants. Returns the ordinary answer to the retained tokens."""
-        artifact, capability = made["snapkv 1/2"], capabilities["snapkv 1/2"]
+        literal = self.ordinary_rows(capabilities["snapkv 1/2"])
+        self.manifest_rows(made["snapkv 1/2"])
+        self.capability_rows(capabilities)
+        return literal
+
+    def ordinary_rows(self, capability: VariantCapability) -> dict[str, Any]:
+        """Ordinary prompts beside an artifact. Returns the answer to its retained tokens."""
         kept = [*capability.token_ids, *self._tail]
         self._engine.forget()
         whole = self._engine.ask(self._prompt)
@@ -224,6 +230,10 @@ class Steps:
             # Computed once it is an ordinary prompt like any other, with an entry of its own.
             right = literal["restored"] > 0 and literal["ids"] == self._published["literal"]
             self.line("retained tokens, ordinary → their own entry", "hit", right, hit(literal))
+        return literal
+
+    def manifest_rows(self, artifact: Artifact) -> None:
+        """The exact manifest is found; any other is not, or is refused."""
         found = self._sdk.find(artifact.manifest, artifact.source, artifact.token_ids)
         again = self._engine.ask([*found.token_ids, *self._tail], found.kv_transfer_params)
         self.line(
@@ -263,6 +273,11 @@ class Steps:
         self.refused("a manifest of another layout or codec", dataclasses.replace(artifact, manifest=form), "payload_format")
         wide = dataclasses.replace(manifest, query=None, scope="prefix")
         self.refused("scope prefix for a transform that is not listed", dataclasses.replace(artifact, manifest=wide), "scope")
+
+    def capability_rows(self, capabilities: dict[str, VariantCapability]) -> None:
+        """A capability is good for its own request alone."""
+        capability = capabilities["snapkv 1/2"]
+        kept = [*capability.token_ids, *self._tail]
         altered = bytearray(capability.data)
         altered[-1] ^= 1
         quarter = [*capabilities["snapkv 1/4"].token_ids, *self._tail]
@@ -283,7 +298,6 @@ class Steps:
             ("adapter kjv", ROOT, self._engine.ask(kept, capability.kv_transfer_params, adapter=self._job["adapter"])),
         ):
             self.line(what, "error", reason in answer["error"] and not answer["ids"], answer["error"])
-        return literal
 
     def not_found(self, what: str, artifact: Artifact) -> None:
         """Nothing may be found under this manifest."""
