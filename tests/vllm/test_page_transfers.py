@@ -296,6 +296,20 @@ def test_a_load_of_an_earlier_attachment_is_not_sent_after_the_next(tmp_path: Pa
         assert len(old.gate._free) == PLACES - 1
 
 
+def test_pages_that_were_replaced_are_neither_moved_nor_attached_again(tmp_path: Path) -> None:
+    """An engine that makes its cache anew lends that: for the old pages nothing is asked any more."""
+    with lending(tmp_path, loaded) as lender:
+        lender.transfers._lending.close()
+        assert lender.transfers.load(load_op(1), None) == {1}
+        assert lender.transfers.store(store_op(1), None, None) == 0
+        again = lender.transfers._client.spawn(lender.transfers._lending.attach(lender.transfers._client.request, WAIT_S))
+        with pytest.raises(GatewayUnavailable):
+            again.result(WAIT_S)
+        assert len(lender.heard(AttachPages)) == 1
+        assert not lender.heard(LoadPages)
+        assert not lender.heard(StorePages)
+
+
 @pytest.mark.parametrize("way", ["load", "store"])
 def test_lost_pages_are_lent_again(tmp_path: Path, way: str) -> None:
     """Told that its pages are not attached, the worker attaches them with a new gate, and goes on."""

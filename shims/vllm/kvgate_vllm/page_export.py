@@ -109,6 +109,8 @@ class Lending:
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
         self._connection = 0
+        self.closed = False
+        """Whether other pages have taken the place of these, on the same connection."""
         self._making = asyncio.Lock()
 
     @property
@@ -120,6 +122,8 @@ class Lending:
     async def attach(self, call: Call, deadline_s: float) -> Attachment:
         """The present connection's attachment, made where there is none. On the client's loop. Raises as ``Attachment.make``."""
         async with self._making:
+            if self.closed:
+                raise GatewayUnavailable("other pages have taken the place of these")
             found, connection = self.attachment, self._client.connection
             if found is not None:
                 return found
@@ -128,7 +132,8 @@ class Lending:
                 self._attachment = None
             made = await Attachment.make(call, self._export, deadline_s)
             with self._lock:
-                self._attachment, self._connection = made, connection
+                if not self.closed:
+                    self._attachment, self._connection = made, connection
             return made
 
     def send(self, attachment: Attachment, send: Callable[[], T]) -> T | None:
@@ -137,6 +142,11 @@ class Lending:
             if attachment is not self._attachment or self._connection != self._client.connection:
                 return None
             return send()
+
+    def close(self) -> None:
+        """Nothing is asked for these pages any more: others are attached in their place."""
+        with self._lock:
+            self.closed, self._attachment = True, None
 
     def lost(self, attachment: Attachment) -> bool:
         """The gateway has it no longer, or is to have it no longer. False where that was known."""

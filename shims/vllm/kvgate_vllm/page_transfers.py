@@ -201,7 +201,7 @@ class GatewayTransfers:
     async def _attach_again(self) -> None:
         """On the client's loop, until it has worked or the connection is another one, which registers and attaches anew."""
         backoff_s = ATTACH_FIRST_S
-        while not self._closed and self._client.connection == self._connection:
+        while not (self._closed or self._lending.closed) and self._client.connection == self._connection:
             try:
                 await self._lending.attach(self._client.request, self._attach_s)
             except (GatewayRefused, GatewayUnavailable) as error:

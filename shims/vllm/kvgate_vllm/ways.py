@@ -51,6 +51,8 @@ class Ways:
     def take(self, form: WorkerForm, tensors: Sequence[torch.Tensor]) -> None:
         """The pages exist. Raises ``Uncacheable`` where they have to be lent and can't be."""
         export = lend(self._settings.transfer, form.pages, tensors)
+        if self._lending is not None:
+            self._lending.close()
         self._lending = None if export is None else Lending(self._client, export)
         self._tensors = tensors
         self._order = StepOrder(tensors[0].device, shared=export is not None)
