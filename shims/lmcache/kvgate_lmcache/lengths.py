@@ -17,6 +17,8 @@ from .clock import Deadline
 
 _MAX_IDLE: Final = 16
 _BATCH: Final = 512
+_ANSWER_BYTES: Final = 512
+"""Longest answer of one command; what a server says of an error is the longest."""
 
 
 class Lengths:
@@ -106,6 +108,8 @@ def _exchange(connection: socket.socket, commands: Sequence[Sequence[str]], dead
         if not data:
             raise ConnectionResetError
         received += data
+        if len(received) > _ANSWER_BYTES * len(commands):
+            raise ValueError("more than was asked for")
     lines = received.split(b"\r\n")
     if len(lines) != len(commands) + 1 or lines[-1]:
         raise ValueError("more than was asked for")
