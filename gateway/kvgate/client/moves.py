@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from kvgate.client.client import GatewayClient
 from kvgate.client.errors import ArtifactError, GatewayUnavailable, NotStored
+from kvgate.client.leftovers import LEFTOVERS
 from kvgate.client.payloads import decode, encode
 from kvgate.client.pools import PoolMappings
 from kvgate.contract.plan import PartitionPlan, Rectangle
@@ -39,6 +40,8 @@ BATCH_CHUNKS: Final = 16
 """Chunks moved by one message: a client is in no hurry, and slots must not be taken from engines for long."""
 MOST_ACQUIRE_MS: Final = 600_000
 BUSY_WAIT_S: Final = 0.05
+SETTLE_S: Final = 5.0
+"""Deadline of the message that ends open writes."""
 
 R = TypeVar("R", bound=Record)
 
@@ -162,13 +165,17 @@ class Mover:
         resident: dict[int, bytes] = {}
         while payloads:
             message = ReserveRectangle(lease=lease, rectangle=rectangle, chunks=tuple(payloads))
+            connection = self._client.connection
             reserved = self.call(message, Reserved, deadline)
+            # Of this boot only where no connection came between: then the reply is of this one.
+            welcome = self._client.welcome
+            boot = welcome.boot if welcome is not None and self._client.connection == connection else None
             left = {slot.chunk: payloads[slot.chunk] for slot in reserved.slots if slot.status == "busy"}
             there = [slot.chunk for slot in reserved.slots if slot.status == "resident"]
             resident.update((chunk, blake3(payloads[chunk]).digest()) for chunk in there)
             given = [slot for slot in reserved.slots if slot.status == "slot"]
             full = any(slot.status == "full" for slot in reserved.slots)
-            self._fill(reserved, [] if full else given, payloads, given if full else [], deadline)
+            self._fill(reserved, boot, [] if full else given, payloads, given if full else [])
             if full:
                 raise GatewayUnavailable("the gateway's pool has no room for the artifact")
             if left:
@@ -179,10 +186,10 @@ class Mover:
     def _fill(
         self,
         reserved: Reserved,
+        boot: bytes | None,
         given: list[ReservedSlot],
         payloads: dict[int, bytes],
         unused: list[ReservedSlot],
-        deadline: Deadline,
     ) -> None:
         written: list[WrittenPayload] = []
         try:
@@ -195,7 +202,14 @@ class Mover:
         finally:
             done = {item.reservation for item in written}
             dropped = tuple(slot.reservation for slot in (*given, *unused) if slot.reservation not in done)
-            committed = self.call(Commit(written=tuple(written), aborted=dropped), Committed, deadline)
+            try:
+                # Whatever is left of the operation's time: slots are given back.
+                message = Commit(written=tuple(written), aborted=dropped)
+                committed = cast(Committed, self._client.call(message, SETTLE_S))
+            except GatewayUnavailable:
+                if boot is not None:
+                    LEFTOVERS.note(boot, tuple(slot.reservation for slot in (*given, *unused)))
+                raise
         if committed.visible != len(written):
             raise GatewayUnavailable("what was written could not be committed")
 

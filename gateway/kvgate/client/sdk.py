@@ -21,6 +21,7 @@ from kvgate.client.artifacts import (
 )
 from kvgate.client.client import GatewayClient
 from kvgate.client.errors import ArtifactError, GatewayRefused, GatewayUnavailable, NotStored
+from kvgate.client.leftovers import LEFTOVERS
 from kvgate.client.moves import Deadline, Mover
 from kvgate.client.payloads import require_finite, require_supported
 from kvgate.client.pools import PoolMappings
@@ -93,7 +94,7 @@ class Gateway:
         self._connect_s = connect_s
         self._endpoint = endpoint or default_endpoint()
         self._pools = PoolMappings()
-        self._client = GatewayClient(self._endpoint, "client", credential)
+        self._client = GatewayClient(self._endpoint, "client", credential, on_connect=LEFTOVERS.give_back)
         self._client.start()
 
     def opened(self) -> ModelOpened:

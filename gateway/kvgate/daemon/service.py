@@ -326,6 +326,9 @@ class Service:
             )
 
     def _writer(self, session: Session) -> Writer:
+        if session.writer is None and session.role == "client":
+            # A process of the SDK may end on a new connection what it wrote on a lost one: writes are the process's.
+            session.writer = self._writes.writers.join(session.pid)
         if session.writer is None:
             raise Refused("denied", "this connection has registered no worker", remedy="send RegisterWorker first")
         return session.writer
