@@ -107,12 +107,13 @@ class StorageOps:
                     continue
                 self._writing.add(ref.address)
                 by_size[ref.object_bytes].append((place, _Write(ref, key, tag)))
-        self._ahead_bytes = sum(aligned(object_bytes) * len(entries) for object_bytes, entries in by_size.items())
         for object_bytes, entries in by_size.items():
             results = self._reserve_in_l1([write.key for _, write in entries], object_bytes, tag)
             with self._lock:
                 for place, write in entries:
                     grants[place] = self._granted(write, *results[write.key])
+        given = [ref for ref, grant in zip(refs, grants, strict=True) if grant[2] == ReserveCode.GRANTED]
+        self._ahead_bytes = sum(aligned(ref.object_bytes) for ref in given)
         return grants
 
     def commit(self, reservations: Sequence[int]) -> bytes:
