@@ -234,6 +234,7 @@ class Reads:
         got = await self._backend.acquire(refs, deadline_s) if refs else []
         wide = lease.rectangles
         spare: list[Held] = []
+        tiers: dict[str, int] = {}
         broken = last
         for at, index in enumerate(wanted):
             holds = got[at * wide : (at + 1) * wide]
@@ -243,11 +244,14 @@ class Reads:
                 broken = min(broken, index)
                 spare.extend(hold for hold in holds if hold is not None)
             else:
-                lease.held[index] = HeldChunk(tuple(hold for hold in holds if hold is not None), digests, place)
+                taken = tuple(hold for hold in holds if hold is not None)
+                lease.held[index] = HeldChunk(taken, digests, place)
                 if place.chunks is not lease.chunks:
                     self._metrics.earlier_chunks.inc()
-                for hold in holds:
-                    self._metrics.acquired.labels(hold.tier if hold else "none").inc()
+                for hold in taken:
+                    tiers[hold.tier] = tiers.get(hold.tier, 0) + 1
+        for tier, shards in tiers.items():
+            self._metrics.acquired.labels(tier).inc(shards)
         await self._give_back([hold.hold for hold in spare])
         return broken
 
@@ -271,6 +275,10 @@ class Reads:
         return tuple(digests)
 
     async def load(self, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
+        """``plan_load`` for those who wait for things anyway."""
+        return self.plan_load(session, lease, rectangle, chunks)
+
+    def plan_load(self, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
         """Where the payloads of acquired ``chunks`` lie for the worker that holds ``rectangle``."""
         info = self._pool.info
         if lease.released:
@@ -300,9 +308,16 @@ class Reads:
 
     async def finish_load(self, session: int, ticket: int, mismatched: tuple[int, ...]) -> bool:
         """Close a load. True: the holds lasted through the whole copy and the registration still stands."""
+        valid, idle = self.settle_load(session, ticket, mismatched)
+        if idle is not None:
+            await self.free(idle)
+        return valid
+
+    def settle_load(self, session: int, ticket: int, mismatched: tuple[int, ...]) -> tuple[bool, Lease | None]:
+        """``finish_load`` but for what may wait: the lease that is left to be freed, if one is."""
         load = self._loads.get(ticket)
         if load is None or load.session != session:
-            return False
+            return False, None
         if not load.chunks.keys() >= set(mismatched):
             # The load stays open: whoever sent this can still close it, and a lost connection does.
             raise Refused("malformed", "names a chunk that was not loaded", field="mismatched")
@@ -314,25 +329,25 @@ class Reads:
             self._explainer.missed(load.lease, min(mismatched))
         valid = load.generation == self._pool.generation and load.lease.registration.sealed
         self._metrics.loads.labels("good" if valid and not mismatched else "bad").inc(len(load.chunks))
-        await self._close_load(load)
-        return valid
+        return valid, load.lease if self._closed(load) else None
 
     async def release(self, lease: Lease) -> None:
         """Give everything back that ``lease`` holds; loads under way keep it until they are closed. Once, then nothing."""
         if self._retire(lease) and lease.open_loads == 0:
-            await self._free(lease)
+            await self.free(lease)
 
     async def drop_session(self, session: int) -> None:
         """A connection is lost: its loads are closed, its leases released."""
         for ticket, load in list(self._loads.items()):
             if load.session == session:
                 del self._loads[ticket]
-                await self._close_load(load)
+                if self._closed(load):
+                    await self.free(load.lease)
         leases = [lease for lease in self._leases.of_session(session) if self._retire(lease)]
         # Idle ones first: one that waits for storage must not hold up the rest.
         for lease in sorted(leases, key=lambda lease: lease.lock.locked()):
             if lease.open_loads == 0:
-                await self._free(lease)
+                await self.free(lease)
 
     def _retire(self, lease: Lease) -> bool:
         """Nothing more is taken under ``lease``; False where that was so already."""
@@ -376,15 +391,16 @@ class Reads:
             # It stays refused at every acquire: the envelope or the digest is checked each time.
             self._metrics.storage_faults.labels("delete").inc()
 
-    async def _close_load(self, load: OpenLoad) -> None:
+    def _closed(self, load: OpenLoad) -> bool:
+        """Note that a load is closed; whether its lease was waiting for that, and is to be freed."""
         self._loads_of[load.session] -= 1
         if not self._loads_of[load.session]:
             del self._loads_of[load.session]
         load.lease.open_loads -= 1
-        if load.lease.released and load.lease.open_loads == 0:
-            await self._free(load.lease)
+        return load.lease.released and load.lease.open_loads == 0
 
-    async def _free(self, lease: Lease) -> None:
+    async def free(self, lease: Lease) -> None:
+        """Give back what a retired lease without open loads holds."""
         async with lease.lock:
             holds = [hold.hold for chunk in lease.held.values() for hold in chunk.holds]
             lease.held.clear()
