@@ -29,28 +29,39 @@ LONG_CHUNKS: Final = 128
 SHORT_CHUNKS: Final = 2
 MODEL_S: Final = 180.0
 RUNS: Final = 5
-MISSES: Final = 60
+PAIRS: Final = 40
 REST_S: Final = 0.1
 VOCABULARY: Final = 32000
 PLAIN: Final = "the same engine without a connector"
 
 
 def steps(long: list[int]) -> list[dict[str, Any]]:
-    """Warm up; the long prompt first and then from caches emptied each time; then many short prompts that nobody has seen."""
+    """Warm up; the long prompt first and then from caches emptied each time; then pairs of short prompts that nobody has seen.
+
+    One of a pair is looked up and the other is not, by turns first: a host's speed drifts more between two engines than a lookup takes.
+    """
     once = {"max_tokens": 1}
     found = [ask(random_prompt(LONG_CHUNKS, 1, VOCABULARY), salt="warm", **once), ask(random_prompt(2, 2, VOCABULARY), **once)]
     for _ in range(RUNS + 1):
         found += [{"forget": 1}, ask(long, **once)]
-    for number in range(MISSES):
-        # The same rest on both sides: after one, processor and GPU begin slower than in the midst of work.
-        found += [{"wait_s": REST_S}, ask(random_prompt(SHORT_CHUNKS, 100 + number, VOCABULARY), **once)]
+    for number in range(2 * PAIRS):
+        # The same rest before each: after one, processor and GPU begin slower than in the midst of work.
+        short = random_prompt(SHORT_CHUNKS, 100 + number, VOCABULARY)
+        found += [{"wait_s": REST_S}, ask(short, skip_lookup=number % 4 in (1, 2), **once)]
     return found
 
 
-def times(answers: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[float]]:
-    """The first long answer, the later ones, and the short ones' milliseconds."""
+def short_pairs(answers: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Milliseconds of each pair of short prompts: looked up, and not."""
+    shorts = [answer["ttft_ms"] for answer in answers[-4 * PAIRS :][1::2]]
+    pairs = list(zip(shorts[::2], shorts[1::2], strict=True))
+    return [pair if number % 2 == 0 else (pair[1], pair[0]) for number, pair in enumerate(pairs)]
+
+
+def times(answers: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]], list[tuple[float, float]]]:
+    """The first long answer, the later ones, and the pairs of short ones."""
     longs = [answers[3 + 2 * run] for run in range(RUNS + 1)]
-    return longs[0], longs[1:], [answer["ttft_ms"] for answer in answers[1 - 2 * MISSES :: 2]]
+    return longs[0], longs[1:], short_pairs(answers)
 
 
 def spread(values: list[float]) -> float:
@@ -61,13 +72,10 @@ def spread(values: list[float]) -> float:
     return (high - low) / middle if middle else 0.0
 
 
-def differences(ours: list[float], theirs: list[float], draws: int = 2001) -> list[float]:
-    """Differences of the medians of samples drawn anew from both: the difference, and how sure it is."""
+def resampled(differences: list[float], draws: int = 2001) -> list[float]:
+    """Medians of samples drawn anew: how sure the median of ``differences`` is."""
     draw = random.Random(0)
-    return [
-        statistics.median(draw.choices(ours, k=len(ours))) - statistics.median(draw.choices(theirs, k=len(theirs)))
-        for _ in range(draws)
-    ]
+    return [statistics.median(draw.choices(differences, k=len(differences))) for _ in range(draws)]
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -153,20 +161,18 @@ class Bench:
         }
         return {"model": str(model), "options": options, "connector": extra, "steps": wanted}
 
-    def _add_misses(self, with_ms: list[float], without_ms: list[float]) -> None:
-        """Both sides as they are, each with its spread; and what a miss adds, which may be less than such a run can see.
+    def _add_misses(self, ours: list[tuple[float, float]], plain: list[tuple[float, float]]) -> None:
+        """What a lookup that misses adds: the difference of each pair; beside an engine without a connector, where it must be nothing.
 
-        Two engines, one after the other: where the second one has other addresses and another clock, that is in the difference too.
+        The two engines themselves run one after the other: their difference has the host's drift in it.
         """
-        self._add("ttft.miss.512.h200", with_ms, without_ms)
-        self._add("ttft.miss.512.without.h200", without_ms, None)
-        added = [max(0.0, one) for one in differences(with_ms, without_ms)]
-        self._add("ttft.miss.512.added.h200", added, None, runs=len(with_ms))
-        low, middle, high = interval(differences(with_ms, without_ms))
-        for name, values in (("with", with_ms), ("without", without_ms)):
-            quarter, half, three = statistics.quantiles(values, n=4)
-            self._say(f"misses {name}: {half:.2f} ms, half of them {quarter:.2f} to {three:.2f}, {len(values)} requests")
-        self._say(f"a miss adds {middle:.2f} ms (95% of resampled differences of the medians: {low:.2f} to {high:.2f})")
+        self._add("ttft.miss.512.h200", [looked for looked, _ in ours], [looked for looked, _ in plain])
+        for word, pairs in (("added", ours), ("control", plain)):
+            differences = [looked - not_looked for looked, not_looked in pairs]
+            self._add(f"ttft.miss.512.{word}.h200", differences, None)
+            low, middle, high = interval(resampled(differences))
+            what = "a lookup that misses adds" if word == "added" else "without a connector the same requests differ by"
+            self._say(f"{what} {middle:.2f} ms (95% of resampled medians: {low:.2f} to {high:.2f}; {len(pairs)} pairs)")
 
     def _add(self, case: str, ours_ms: list[float], peer_ms: list[float] | None, peer_name: str = PLAIN, runs: int = 0) -> None:
         value = statistics.median(ours_ms)
@@ -178,7 +184,7 @@ class Bench:
                 unit="ms",
                 peer=peer_name if peer is not None else "",
                 peer_value=peer,
-                ratio=peer / value if peer is not None else None,
+                ratio=peer / value if peer is not None and value > 0 else None,
                 limit=None,
                 limit_ratio=None,
                 runs=runs or len(ours_ms),
@@ -191,7 +197,12 @@ class Bench:
             )
         )
         print(
-            f"{case}: {value:.2f} ms" + (f", {peer_name} {peer:.2f} ms: {peer / value:.1f} times as fast" if peer else ""),
+            f"{case}: {value:.2f} ms"
+            + (
+                f", {peer_name} {peer:.2f} ms" + (f": {peer / value:.2f} times as fast" if value > 0 else "")
+                if peer is not None
+                else ""
+            ),
             flush=True,
         )
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import records
-from bench.ttft_h200 import LONG_CHUNKS, MODEL_S, RUNS, VOCABULARY, Bench, steps
+from bench.ttft_h200 import LONG_CHUNKS, MODEL_S, RUNS, VOCABULARY, Bench, short_pairs, steps
 from tests.gpu.__main__ import gpus
 from tests.gpu.processes import ROOT, STOP_S, Engines, Gateway, ProcessError, environment
 from tests.gpu.suite import TIE, random_prompt
@@ -143,8 +143,8 @@ class Times:
     cached: list[int]
     tokens: list[int]
     gaps: list[float]
-    short_ms: list[float]
-    """Of the short prompts that nobody has seen: all computed."""
+    shorts: list[tuple[float, float]]
+    """Pairs of short prompts that nobody has seen: looked up, and not."""
 
     @classmethod
     def of(cls, answers: list[dict[str, Any]]) -> Times:
@@ -158,7 +158,7 @@ class Times:
             [max(answer["cached"], answer["restored"]) for answer in later],
             [answer["tokens"][0] for answer in longs],
             [answer["gaps"][0] for answer in longs],
-            [answer["ttft_ms"] for answer in answers[end + 1 :: 2]],
+            short_pairs(answers),
         )
 
     def restored(self) -> bool:
@@ -206,14 +206,15 @@ class Beside(Bench):
                 self._add("ttft.hit.32k.l1.h200", kvgate.later_ms, plain.later_ms)
                 self._add("ttft.miss.32k.h200", [kvgate.first_ms], plain.later_ms)
             if kvgate and plain:
-                self._add_misses(kvgate.short_ms, plain.short_ms)
+                self._add_misses(kvgate.shorts, plain.shorts)
             for one in self._peers(server.port):
                 found = self._measured(one.name, functools.partial(self._peer, theirs, server, one))
                 if found and plain and kvgate and self._right(one.name, found, plain):
                     what = f"LMCache {peer} {one.name}"
                     self._add(f"ttft.hit.32k.l1.{one.word}.h200", kvgate.later_ms, found.later_ms, what)
                     self._add(f"ttft.miss.32k.{one.word}.h200", [kvgate.first_ms], [found.first_ms], what)
-                    self._add(f"ttft.miss.512.{one.word}.h200", kvgate.short_ms, found.short_ms, what)
+                    ours_added, theirs_added = ([one - other for one, other in times.shorts] for times in (kvgate, found))
+                    self._add(f"ttft.miss.512.added.{one.word}.h200", ours_added, theirs_added, what)
         finally:
             making.kill()
             if self._records:

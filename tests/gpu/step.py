@@ -4,7 +4,7 @@ A job: ``model`` (folder), ``options`` (for ``vllm.LLM``), ``connector`` (``kv_c
 and ``result`` (the file written anew after each step: ``ready`` and one entry a step). A step is a map with one of
 
     ask      token ids; with max_tokens, salt, adapter {name, source, path, reload}, pages (hash those of the whole chunks), settle
-             (false: go on while stores are under way)
+             (false: go on while stores are under way), skip_lookup (compute it all: nothing is looked up)
     forget   empty vLLM's own prefix cache
     describe what the engine is
     wait_s   do nothing so long
@@ -128,7 +128,12 @@ class Engine:
             request["cache_salt"] = step["salt"]
         self._count += 1
         parameters = SamplingParams(
-            temperature=0, max_tokens=step.get("max_tokens", 16), ignore_eos=True, logprobs=2, detokenize=False
+            temperature=0,
+            max_tokens=step.get("max_tokens", 16),
+            ignore_eos=True,
+            logprobs=2,
+            detokenize=False,
+            skip_reading_prefix_cache=True if step.get("skip_lookup") else None,
         )
         engine, output, first_s = self._llm.llm_engine, None, 0.0
         with self._pages(step) as pages:
