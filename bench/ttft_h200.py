@@ -196,15 +196,9 @@ class Bench:
                 date=records.now(),
             )
         )
-        print(
-            f"{case}: {value:.2f} ms"
-            + (
-                f", {peer_name} {peer:.2f} ms" + (f": {peer / value:.2f} times as fast" if value > 0 else "")
-                if peer is not None
-                else ""
-            ),
-            flush=True,
-        )
+        beside = f", {peer_name} {peer:.2f} ms" if peer is not None else ""
+        times = f": {peer / value:.2f} times as fast" if peer is not None and value > 0 else ""
+        print(f"{case}: {value:.2f} ms{beside}{times}", flush=True)
 
 
 def main() -> int:
