@@ -264,7 +264,7 @@ class Service:
 
     async def _explain(self, session: Session, message: messages.Explain) -> Record:
         lease = self._leases.find(message.lease)
-        missing = self._presence.contiguous(lease.chunks, lease.rectangles) if lease is not None else 0
+        missing = self._reads.present(lease) if lease is not None else 0
         return await self._explainer.answer(session.id, message.lease, lease, missing)
 
     def _load(self, session: Session, message: messages.Load) -> Answer:
