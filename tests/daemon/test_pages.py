@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvgate.contract.record import Record
 from kvgate.contract.representation import ComponentFormat
 from kvgate.protocol.messages import Done, Revoke
 from kvgate.protocol.page_messages import PagesPacked
@@ -16,7 +17,7 @@ from tests.daemon import makers
 from tests.daemon.backends import FaultyBackend
 from tests.daemon.conftest import nothing_held
 from tests.daemon.engine import Engine
-from tests.daemon.lending import Bench, lending_gateway
+from tests.daemon.lending import Bench, LendingEngine, lending_gateway
 from tests.daemon.wire import denied
 
 TEXTS = ("a", "b", "c")
@@ -173,14 +174,20 @@ async def test_slots_in_doubt_stay_taken_until_the_process_is_gone(bench: Bench)
     await nothing_held(bench.gateway)
 
 
-async def test_a_process_lost_in_a_load_is_a_load_error(bench: Bench) -> None:
-    """The worker is told; the holds are given back; the object is not suspected."""
+async def load_in_flight(bench: Bench) -> tuple[LendingEngine, bytes, asyncio.Future[Record]]:
+    """An engine, the lease of its one stored chunk, and a load of that which the mover holds."""
     engine = await bench.engine()
     await engine.save("a")
     lease = await engine.held_lease("a")
     bench.mover.hold = {"unpack"}
     load = engine.workers[0].post(engine.load_message(lease, 0))
     await bench.until_held()
+    return engine, lease, load
+
+
+async def test_a_process_lost_in_a_load_is_a_load_error(bench: Bench) -> None:
+    """The worker is told; the holds are given back; the object is not suspected."""
+    engine, lease, load = await load_in_flight(bench)
     bench.mover.lose()
     failure = await load
     assert (failure.code, failure.field) == ("unavailable", "pages")  # type: ignore[attr-defined]
@@ -253,12 +260,7 @@ async def test_weights_that_changed_during_a_copy_store_nothing(bench: Bench) ->
 
 async def test_weights_that_changed_during_a_load_make_it_invalid(bench: Bench) -> None:
     """The bytes must not be used."""
-    engine = await bench.engine()
-    await engine.save("a")
-    lease = await engine.held_lease("a")
-    bench.mover.hold = {"unpack"}
-    load = engine.workers[0].post(engine.load_message(lease, 0))
-    await bench.until_held()
+    engine, _, load = await load_in_flight(bench)
     await engine.workers[0].call(Revoke(handle=engine.handle), Done)
     bench.mover.go()
     assert (await load).valid is False  # type: ignore[attr-defined]
