@@ -43,6 +43,8 @@ def frozen(cls: type[T]) -> type[T]:
             raise TypeError(f"{cls.__name__}.{field.name} has no spec")
     listed = tuple((f.name, f.metadata["spec"]) for f in dataclasses.fields(made))  # type: ignore[arg-type]
     made._specs = listed  # type: ignore[attr-defined]
+    # Most values are decoded as what they are; these are not.
+    made._converters = tuple((name, spec.from_value) for name, spec in listed if spec.from_value is not specs.unchanged)  # type: ignore[attr-defined]
     made._names = frozenset(name for name, _ in listed)  # type: ignore[attr-defined]
     # The order of RFC 8949 section 4.2.1: bytewise on the encoded keys, sorted once and not at every encoding.
     made._encoders = tuple(sorted((specs.text_bytes(name), name, spec.encode) for name, spec in listed))  # type: ignore[attr-defined]
@@ -54,6 +56,7 @@ class Record:
 
     __slots__ = ()
     _specs: ClassVar[tuple[tuple[str, specs.Spec], ...]] = ()
+    _converters: ClassVar[tuple[tuple[str, Callable[[str, Any], Any]], ...]] = ()
     _names: ClassVar[frozenset[str]] = frozenset()
     _encoders: ClassVar[tuple[tuple[bytes, str, Callable[[Any], bytes]], ...]] = ()
 
@@ -91,7 +94,7 @@ class Record:
     def from_value(cls, value: Any) -> Self:
         """Build from a decoded map. Raises ``ContractError`` naming a field that is missing, unknown or out of range."""
         if type(value) is dict and value.keys() == cls._names:
-            return cls(**{name: spec.from_value(name, value[name]) for name, spec in cls._specs})
+            return cls(**value | {name: convert(name, value[name]) for name, convert in cls._converters})
         return cls._build(value, lambda spec, name, item: spec.from_value(name, item))
 
     @classmethod

@@ -19,6 +19,11 @@ MAX_TEXT_CHARS = 256
 MAX_ITEMS = 65_536
 
 
+def unchanged(_name: str, value: Any) -> Any:
+    """The value as it is decoded is its frozen form, or what ``check`` makes that of."""
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
     """How one field behaves. ``check`` freezes and validates; the others convert between the frozen value and other forms.
@@ -29,7 +34,7 @@ class Spec:
     check: Callable[[str, Any], Any]
     encode: Callable[[Any], bytes]
     to_value: Callable[[Any], Any] = lambda value: value
-    from_value: Callable[[str, Any], Any] = lambda _name, value: value
+    from_value: Callable[[str, Any], Any] = unchanged
     to_json: Callable[[Any], Any] = lambda value: value
     from_json: Callable[[str, Any], Any] = lambda _name, value: value
 
@@ -197,6 +202,14 @@ def either(*kinds: type[Record]) -> Any:
             raise ContractError(name, "is not a tagged record", "'is' one of " + ", ".join(names) + ", and 'value'")
         return names[value["is"]], value["value"]
 
+    def from_value(name: str, value: Any) -> Record:
+        if single is None or type(value) is not dict:
+            return build(name, value, "from_value")
+        try:
+            return single.from_value(value)
+        except ContractError as error:
+            raise error.within(name) from None
+
     def build(name: str, value: Any, method: str) -> Record:
         kind, body = pick(name, value)
         if not isinstance(body, Mapping):
@@ -212,7 +225,7 @@ def either(*kinds: type[Record]) -> Any:
             check,
             encode,
             to_value=lambda value: wrap(value, value.to_value()),
-            from_value=lambda name, value: build(name, value, "from_value"),
+            from_value=from_value,
             to_json=lambda value: wrap(value, value.to_json()),
             from_json=lambda name, value: build(name, value, "from_json"),
         )
@@ -224,7 +237,11 @@ def array(item: Any, *, minimum: int = 0, maximum: int = MAX_ITEMS) -> Any:
     spec = spec_of(item)
 
     def each(name: str, values: Iterable[Any], convert: Callable[[str, Any], Any]) -> tuple[Any, ...]:
-        return tuple(convert(f"{name}[{index}]", value) for index, value in enumerate(values))
+        try:
+            return tuple([convert("", value) for value in values])
+        except ContractError:
+            # Once more, for the error that names the item: good ones are not worth a name each.
+            return tuple([convert(f"{name}[{index}]", value) for index, value in enumerate(values)])
 
     def check(name: str, value: Any) -> tuple[Any, ...]:
         if type(value) not in (list, tuple):
