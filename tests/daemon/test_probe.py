@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from kvgate.daemon import service
 from tests.daemon.backends import FaultyBackend
 from tests.daemon.conftest import Start, nothing_held
 from tests.daemon.engine import Engine
 from tests.daemon.wire import denied
+
+
+@pytest.fixture
+def patient_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bind waits for its probe however long this machine takes for it."""
+    monkeypatch.setattr(service, "BIND_PROBE_S", 30.0)
 
 
 def without_l2() -> FaultyBackend:
@@ -46,11 +53,31 @@ async def test_evicted_object_is_a_miss_without_a_probe(start: Start) -> None:
     await engine.close()
 
 
-async def test_l2_is_probed(start: Start) -> None:
-    """With L2 what is not listed may be there all the same."""
-    gateway = await start(FaultyBackend())
+async def test_l2_is_probed(start: Start, patient_bind: None) -> None:
+    """With L2 what is not listed may be there all the same. The bind's answer has what the probe found: a miss needs no acquire."""
+    backend = FaultyBackend()
+    gateway = await start(backend, max_known_chunks=1)
     engine = await Engine.start(gateway.config.socket_path)
-    assert (await engine.bind("a")).probing
+    bound = await engine.bind("a")
+    assert (bound.present, bound.probing, backend.calls.count("probe")) == (0, False, 1)
+    await engine.store("a", "b")
+    bound = await engine.bind("a", "b", "c")
+    assert (bound.present, bound.probing) == (2, False)
+    assert await engine.acquire(bound.lease, 0, 3) == 2
+    await engine.close()
+
+
+async def test_probe_that_lasts_goes_on_after_the_bind(start: Start) -> None:
+    """A bind waits for its probe a moment only; what that finds later is found by the acquire."""
+    backend = FaultyBackend()
+    gateway = await start(backend, max_known_chunks=1)
+    engine = await Engine.start(gateway.config.socket_path)
+    await engine.store("a", "b")
+    backend.stalled = {"probe"}
+    bound = await engine.bind("a", "b")
+    assert (bound.present, bound.probing) == (0, True)
+    backend.resume()
+    assert await engine.acquire(bound.lease, 0, 2) == 2
     await engine.close()
 
 
@@ -88,8 +115,10 @@ async def test_commit_without_an_answer_leaves_doubt(start: Start) -> None:
     async with denied("unavailable"):
         await engine.store("a")
     backend.broken = set()
-    assert (await engine.bind("b")).probing
+    await engine.bind("b")
+    assert backend.calls.count("probe") == 1
     await backend.die()
     await backend.revive()
-    assert not (await engine.bind("b")).probing
+    await engine.bind("b")
+    assert backend.calls.count("probe") == 1
     await engine.close()

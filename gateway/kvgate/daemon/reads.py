@@ -97,6 +97,15 @@ class Reads:
         lease.probe = asyncio.create_task(self._probe(lease, present, lease.probe))
         return True
 
+    async def probed(self, lease: Lease, wait_s: float) -> tuple[int, bool]:
+        """How many chunks from the first are believed present once the probe has ended or the wait is over, and whether it goes on."""
+        probe = lease.probe
+        if probe is not None:
+            await asyncio.wait({probe}, timeout=wait_s)
+            if probe.done() and not probe.cancelled():
+                return max(probe.result(), self.present(lease)), False
+        return self.present(lease), probe is not None
+
     async def _probe(self, lease: Lease, present: int, earlier: asyncio.Task[int] | None) -> int:
         """How many chunks from the first are present, each in one of the lease's places. ``earlier``: its last probe, waited for."""
         if earlier is not None:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
@@ -30,6 +30,9 @@ from kvgate.protocol.catalog import SINCE
 from kvgate.protocol.versions import SCHEMA_VERSIONS, WIRE_VERSIONS, Range, VersionMismatch, negotiate
 
 log = structlog.get_logger(__name__)
+
+BIND_PROBE_S: Final = 0.002
+"""So long a bind waits for its probe of storage: an answer that comes with it spares the engine a round trip, above all at a miss."""
 
 
 @dataclass(eq=False)
@@ -226,7 +229,7 @@ class Service:
         log.info("registration.revoked", model=registration.digests.model.hex()[:16])
         return messages.Done()
 
-    def _bind(self, session: Session, bind: messages.Bind) -> Record:
+    def _bind(self, session: Session, bind: messages.Bind) -> Answer:
         registration = self._registration(session, bind.handle)
         registration.require_sealed()
         domain = session.own_domain
@@ -237,14 +240,13 @@ class Service:
         present = self._presence.contiguous(lease.chunks, lease.rectangles)
         self._metrics.bound_chunks.labels("known").inc(present)
         self._metrics.bound_chunks.labels("unknown").inc(len(lease.chunks) - present)
-        probing = self._reads.start_probe(lease, present)
-        return messages.Bound(
-            lease=lease.token,
-            present=present,
-            probing=probing,
-            reference=reference(lease.token),
-            addresses=b"".join(lease.chunks),
-        )
+        if self._reads.start_probe(lease, present):
+            return self._bound_when_probed(lease)
+        return _bound(lease, present, probing=False)
+
+    async def _bound_when_probed(self, lease: Lease) -> Record:
+        present, probing = await self._reads.probed(lease, BIND_PROBE_S)
+        return _bound(lease, present, probing=probing)
 
     async def _acquire(self, session: Session, message: messages.Acquire) -> Record:
         lease = self._leases.owned(message.lease, session.id)
@@ -332,6 +334,16 @@ class Service:
         if session.writer is None:
             raise Refused("denied", "this connection has registered no worker", remedy="send RegisterWorker first")
         return session.writer
+
+
+def _bound(lease: Lease, present: int, *, probing: bool) -> messages.Bound:
+    return messages.Bound(
+        lease=lease.token,
+        present=present,
+        probing=probing,
+        reference=reference(lease.token),
+        addresses=b"".join(lease.chunks),
+    )
 
 
 def _require_engine(session: Session) -> None:

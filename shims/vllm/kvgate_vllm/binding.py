@@ -6,6 +6,7 @@ The scheduler's thread starts things and looks at the results; the waiting happe
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ T = TypeVar("T")
 MAX_ACQUIRES: Final = 4
 """Acquires of one lookup: a new one is needed only when vLLM's local hit shrank below what was acquired."""
 ACQUIRE_MARGIN_S: Final = 1.0
+FRESH_S: Final = 0.05
+"""So long what the bind found is all that is asked for. A request that waits longer in the engine's queue may find more by then."""
 LOST: Final = ("revoked", "unsealed")
 """Refusals that mean: the registration is gone, and with it every lease of this opening."""
 
@@ -80,6 +83,7 @@ class Binding:
         self.known = 0
         self.present = 0
         self.probing = False
+        self._bound_at = 0.0
         self.explaining = False
         self.reference = ""
         self.missed: list[str] | None = None
@@ -101,6 +105,13 @@ class Binding:
     def may_hit(self) -> bool:
         """Whether the gateway knows, or is finding out about, any chunk of this request."""
         return self.probing or self.present > 0
+
+    @property
+    def worth_asking(self) -> int:
+        """How many chunks from the first an acquire may find: those that the bind found, while that is new."""
+        if self.probing or time.monotonic() - self._bound_at > FRESH_S:
+            return self.known
+        return self.present
 
     def acquire(self, first: int, last: int, deadline_s: float) -> Acquisition | None:
         """The acquire that covers ``first``, started if there is none. None: no more are allowed."""
@@ -155,6 +166,7 @@ class Binding:
             self._note(error)
             return
         self.present, self.probing, self.known = bound.present, bound.probing, len(tokens)
+        self._bound_at = time.monotonic()
         self.reference = bound.reference
         await self._look_earlier(bound.lease)
         self.lease = bound.lease

@@ -128,13 +128,13 @@ class Lookups:
         now = self._clock()
         if track.lookup_until is None:
             track.lookup_until = max(now, track.bind_until) + self._settings.acquire_ms / 1000
-        if not self.nearly_done(binding.done):
+        # A miss is known with the bind, which may take the whole grace of the step.
+        if not self.nearly_done(binding.done, GRACES_A_STEP):
             return self._later(track, track.bind_until)
         if binding.lost:
             track.outcome = "no gateway"
             return first
-        if not binding.probing:
-            last = min(last, binding.present)
+        last = min(last, binding.worth_asking)
         if first >= last:
             return first
         acquisition = binding.acquire(first, last, max(0.001, track.lookup_until - now))
@@ -152,13 +152,13 @@ class Lookups:
         track.outcome = "deadline"
         return 0
 
-    def nearly_done(self, future: Future[Any]) -> bool:
+    def nearly_done(self, future: Future[Any], graces: float = 1.0) -> bool:
         """Whether it is done, or gets done within the grace: a local round trip ends sooner than the next step begins."""
         if future.done() or self._grace_left_s <= 0:
             return future.done()
         started = self._clock()
         try:
-            future.exception(min(self._settings.grace_ms / 1000, self._grace_left_s))
+            future.exception(min(graces * self._settings.grace_ms / 1000, self._grace_left_s))
         except (TimeoutError, CancelledError):
             pass  # what counts is whether it is done now
         self._grace_left_s -= self._clock() - started
