@@ -4,8 +4,8 @@
 
 The same engine each time, and the same requests: with kvgate (from the pool; raw payloads, then k16v8), with LMCache's connector to a
 server of its own, without a connector, and with LMCache's connector inside the engine. ``--peer`` names a folder whose LMCache comes
-first on the path of LMCache's engines and of that server, and of nothing else. A peer that does not start, does not restore, or restores
-something else is told, and gets no record.
+first on the path of LMCache's engines and of that server, and of nothing else. A peer that does not start, does not restore, or
+restores something else is told, and gets no record.
 """
 
 from __future__ import annotations
