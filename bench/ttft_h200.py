@@ -69,7 +69,7 @@ def spread(values: list[float]) -> float:
     if len(values) < 4:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)
-    return (high - low) / middle if middle else 0.0
+    return (high - low) / abs(middle) if middle else 0.0
 
 
 def resampled(differences: list[float], draws: int = 2001) -> list[float]:
@@ -164,7 +164,8 @@ class Bench:
     def _add_misses(self, ours: list[tuple[float, float]], plain: list[tuple[float, float]]) -> None:
         """What a lookup that misses adds: the difference of each pair; beside an engine without a connector, where it must be nothing.
 
-        The two engines themselves run one after the other: their difference has the host's drift in it.
+        The two engines themselves run one after the other: their difference has the host's drift in it. Records know no number below
+        nought: where the median difference is one, nought is recorded, and the log says what it was.
         """
         self._add("ttft.miss.512.h200", [looked for looked, _ in ours], [looked for looked, _ in plain])
         for word, pairs in (("added", ours), ("control", plain)):
@@ -175,7 +176,7 @@ class Bench:
             self._say(f"{what} {middle:.2f} ms (95% of resampled medians: {low:.2f} to {high:.2f}; {len(pairs)} pairs)")
 
     def _add(self, case: str, ours_ms: list[float], peer_ms: list[float] | None, peer_name: str = PLAIN, runs: int = 0) -> None:
-        value = statistics.median(ours_ms)
+        value = max(0.0, statistics.median(ours_ms))
         peer = statistics.median(peer_ms) if peer_ms else None
         self._records.append(
             records.Record(
