@@ -106,6 +106,20 @@ async def ranks_are(gateway: Gateway, *live: str) -> None:
     await eventually(f"{live} ranks", seen)
 
 
+async def reservations(gateway: Gateway) -> int:
+    """Open writes in storage."""
+    return int((await gateway.status())["storage"]["reservations"])
+
+
+async def no_reservation(gateway: Gateway) -> None:
+    """Wait until storage has no open write."""
+
+    async def none() -> bool:
+        return await reservations(gateway) == 0
+
+    await eventually("no reservation", none)
+
+
 async def nothing_held(gateway: Gateway) -> None:
     """Wait until no lease, hold, load or write is left."""
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -17,20 +12,16 @@ from kvgate.daemon.app import Gateway
 from kvgate.protocol.messages import (
     Done,
     Failure,
-    Load,
-    LoadPlan,
     Opened,
     OpenEngine,
     Registered,
-    Reserve,
-    Reserved,
     Revoke,
 )
 from tests.daemon import makers
 from tests.daemon.conftest import Start, eventually, nothing_held, ranks_are
 from tests.daemon.engine import Engine
 from tests.daemon.test_hello import credentials
-from tests.daemon.wire import WAIT_S, Denied, Wire, denied
+from tests.daemon.wire import Denied, Wire, denied
 
 
 async def worker(gateway: Gateway) -> Wire:
@@ -325,26 +316,6 @@ async def test_lease_of_another_engine_is_useless_to_a_worker(gateway: Gateway) 
     await other.close()
 
 
-async def test_second_worker_of_a_rank_takes_its_place(gateway: Gateway) -> None:
-    """Where two connections report one rank, only the later one may load, store or confirm: nobody confirms for another."""
-    engine = await Engine.start(gateway.config.socket_path)
-    await engine.store("x")
-    lease = await engine.lease("x", "y")
-    assert await engine.acquire(lease, 0, 1) == 1
-    displaced = engine.workers[0]
-    await engine.join(0)
-    for message, kind in (
-        (Reserve(lease=lease, chunks=(1,)), Reserved),
-        (Load(lease=lease, chunks=(0,)), LoadPlan),
-    ):
-        with pytest.raises(Denied):
-            await displaced.call(message, kind)
-    assert await engine.finish((await engine.load(lease, 0)).ticket)
-    await displaced.close()
-    assert (await engine.bind("x")).present == 1
-    await engine.close()
-
-
 async def test_unknown_handle_is_answered_without_naming_it(gateway: Gateway) -> None:
     """A made-up handle opens, binds and revokes nothing."""
     wire = await Wire.open(gateway.config.socket_path)
@@ -357,70 +328,3 @@ async def test_unknown_handle_is_answered_without_naming_it(gateway: Gateway) ->
         assert reply.code == "unsealed"
         assert made_up.hex()[:8] not in str(reply)
     await wire.close()
-
-
-@asynccontextmanager
-async def worker_process(gateway: Gateway, what: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """The engine's only worker in another process (see ``worker_process.py``), and what it was told."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.daemon.worker_process", str(gateway.config.socket_path), what),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(WAIT_S):
-            yield process, (await process.stdout.readline()).decode()
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-@pytest.mark.parametrize("what", ["same", "newer", "other"])
-async def test_live_engine_keeps_its_rank(gateway: Gateway, what: str) -> None:
-    """Another process with the engine_id of a live engine is refused with what mends it, whatever it loaded; the first one works on."""
-    engine = await Engine.start(gateway.config.socket_path)
-    await engine.store("x")
-    async with worker_process(gateway, what) as (_, said):
-        assert said.startswith("denied engine another running process")
-        assert "engine_id of its own in --kv-transfer-config" in said
-    assert len(await engine.restore("x")) == 1
-    assert (await engine.join(0)).handle == engine.handle
-    assert len(await engine.restore("x")) == 1
-    await engine.close()
-
-
-async def test_rank_is_free_once_its_process_left(gateway: Gateway) -> None:
-    """When the process that has the rank closes its connection, the next one gets it, though the first one lives."""
-    async with worker_process(gateway, "same") as (process, said):
-        assert said.startswith("registered")
-        engine = Engine(gateway.config.socket_path, makers.report(), None)
-        async with denied("denied", "engine"):
-            await engine.join(0)
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.wait()
-        await ranks_are(gateway)
-        assert (await engine.join(0)).sealed
-
-
-@pytest.mark.parametrize("changes", [{}, {"model": makers.model("other weights")}])
-async def test_killed_engine_starts_again_at_once(gateway: Gateway, changes: dict[str, Any]) -> None:
-    """After a kill -9 the next start with the same engine_id registers at the first try, also with other weights, and also where a
-    child of the killed process keeps its connection open."""
-    async with worker_process(gateway, "share") as (process, said):
-        child = int(said.split()[1])
-        try:
-            process.kill()
-            await process.wait()
-            os.kill(child, 0)
-            await ranks_are(gateway, "1/1")
-            engine = await Engine.start(gateway.config.socket_path, **changes)
-            await engine.store("x")
-            assert len(await engine.restore("x")) == 1
-        finally:
-            os.kill(child, signal.SIGKILL)
-    await asyncio.sleep(0.1)
-    assert len(await engine.restore("x")) == 1
-    await engine.close()

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
-from blake3 import blake3
 
 from kvgate.daemon.app import Gateway
 from kvgate.protocol.messages import Commit, Committed, Reserve, Reserved, WrittenPayload
 from tests.daemon import makers
 from tests.daemon.backends import FaultyBackend
-from tests.daemon.conftest import Start, eventually, nothing_held, ranks_are
+from tests.daemon.conftest import Start, eventually, no_reservation, nothing_held, reservations
 from tests.daemon.engine import Engine, payload
-from tests.daemon.wire import WAIT_S, denied
-
-
-async def reservations(gateway: Gateway) -> int:
-    """Open writes in storage."""
-    return int((await gateway.status())["storage"]["reservations"])
+from tests.daemon.wire import denied
 
 
 async def test_stored_bytes_come_back(gateway: Gateway) -> None:
@@ -144,17 +133,8 @@ async def test_full_pool_refuses_and_loses_nothing(gateway: Gateway) -> None:
     assert {slot.status for slot in reserved.slots if slot not in granted} == {"full"}
     assert len({slot.offset for slot in granted}) == len(granted)
     assert await engine.commit((), [slot.reservation for slot in granted]) == 0
-    await nothing_soon(gateway)
+    await no_reservation(gateway)
     await engine.close()
-
-
-async def nothing_soon(gateway: Gateway) -> None:
-    """Wait until storage has no open write."""
-
-    async def none() -> bool:
-        return await reservations(gateway) == 0
-
-    await eventually("no reservation", none)
 
 
 async def test_reconnected_process_may_still_commit(gateway: Gateway) -> None:
@@ -194,102 +174,6 @@ async def test_reconnected_process_with_new_weights_commits_nothing(gateway: Gat
     await nothing_held(gateway)
 
 
-@asynccontextmanager
-async def writer_process(
-    gateway: Gateway, engine: str, lease: bytes, *chunks: int, tp: int = 1
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The last of an engine's ``tp`` workers, in another process, that has reserved ``chunks``."""
-    arguments = ["-m", "tests.daemon.writer_process", str(gateway.config.socket_path), engine, str(tp), lease.hex()]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *arguments,
-        *map(str, chunks),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def tell(process: asyncio.subprocess.Process, command: str) -> list[int] | int:
-    """Have the process do something; what it says."""
-    assert process.stdin is not None
-    process.stdin.write(f"{command}\n".encode())
-    return await line(process)
-
-
-async def line(process: asyncio.subprocess.Process) -> list[int] | int:
-    """One line of JSON from the process."""
-    assert process.stdout is not None
-    async with asyncio.timeout(WAIT_S):
-        value: list[int] | int = json.loads(await process.stdout.readline())
-    return value
-
-
-async def test_killed_writer_frees_its_slots_only_at_its_exit(gateway: Gateway) -> None:
-    """SIGSTOP does not free an open slot, SIGKILL does: nobody gets a buffer that a process may still write to."""
-    engine = await Engine.start(gateway.config.socket_path)
-    lease = await engine.lease("a", "b")
-    await engine.workers[0].close()
-    await ranks_are(gateway)
-    async with writer_process(gateway, "engine", lease, 0, 1) as process:
-        assert len(await line(process)) == 2  # type: ignore[arg-type]
-        await tell(process, "leave")
-        process.send_signal(signal.SIGSTOP)
-        await ranks_are(gateway)
-        await engine.join(0)
-        await asyncio.sleep(0.2)
-        assert [slot.status for slot in (await engine.reserve(lease, 0, 1)).slots] == ["busy", "busy"]
-        assert await reservations(gateway) == 2
-        process.kill()
-        await process.wait()
-        await nothing_soon(gateway)
-    assert [slot.status for slot in (await engine.reserve(lease, 0, 1)).slots] == ["slot", "slot"]
-    assert await engine.hit("a", "b") == 0
-    await engine.close()
-
-
-async def test_lost_connection_of_a_living_writer_frees_nothing(gateway: Gateway) -> None:
-    """Dropping the connection proves nothing about the writes: the slots stay closed while the process lives."""
-    engine = await Engine.start(gateway.config.socket_path)
-    lease = await engine.lease("a")
-    reserved = await engine.reserve(lease, 0)
-    await engine.workers[0].close()
-    await engine.join(0)
-    assert [slot.status for slot in (await engine.reserve(lease, 0)).slots] == ["busy"]
-    assert await reservations(gateway) == 1
-    assert await engine.commit((), [reserved.slots[0].reservation]) == 0
-    assert await reservations(gateway) == 0
-    await engine.close()
-
-
-async def test_other_process_cannot_commit_my_reservation(gateway: Gateway) -> None:
-    """Reservations belong to the process that got them: another one can neither publish nor abort them."""
-    engine = await Engine.start(gateway.config.socket_path, tp=2)
-    lease = await engine.lease("chunk 0")
-    other = await Engine.start(gateway.config.socket_path, engine=makers.engine_id("other"))
-    await engine.workers[1].close()
-    await ranks_are(gateway, "1/2", "1/1")
-    async with writer_process(gateway, "engine", lease, 0, tp=2) as process:
-        (theirs,) = await line(process)  # type: ignore[misc]
-        stolen = WrittenPayload(reservation=theirs, digest=blake3(b"").digest())
-        for thief in (engine, other):
-            for items, aborted in (((stolen,), ()), ((), (theirs,))):
-                async with denied("denied", "reservation"):
-                    await thief.commit(items, aborted)
-        assert await engine.hit("chunk 0") == 0
-        assert await tell(process, "commit") == 1
-        assert process.stdin is not None
-        process.stdin.write(b"end\n")
-        await process.wait()
-    await engine.close()
-    await other.close()
-
-
 async def test_undelivered_slots_are_free_again(start: Start) -> None:
     """A reserve whose connection was gone before the reply: the process never heard of the slots, so they don't wait for its end."""
     backend = FaultyBackend()
@@ -312,7 +196,7 @@ async def test_undelivered_slots_are_free_again(start: Start) -> None:
 
     # Not "no reservation": that is so before storage has answered, too.
     await eventually("the slot is given back", aborted)
-    await nothing_soon(gateway)
+    await no_reservation(gateway)
     await engine.close()
 
 
@@ -335,7 +219,7 @@ async def test_failed_commit_leaves_no_slot_behind(start: Start) -> None:
     backend.broken = {"commit"}
     async with denied("unavailable"):
         await engine.commit(written)
-    await nothing_soon(gateway)
+    await no_reservation(gateway)
     assert (await gateway.status())["open_writes"] == 0
     assert await engine.hit("a", "b") == 0
     await engine.close()
@@ -384,7 +268,7 @@ async def test_pool_that_changed_during_reserve_gives_no_slots(start: Start) -> 
     backend.resume()
     async with denied("unavailable"):
         await reserving
-    await nothing_soon(gateway)
+    await no_reservation(gateway)
     await engine.close()
 
 
