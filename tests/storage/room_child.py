@@ -1,4 +1,4 @@
-"""A pool that is full, in a process of its own: what the storage operations evict ahead of need. Prints one JSON line.
+"""A pool that is full, in a process of its own: what the storage operations evict for a reservation. Prints one JSON line.
 
 LMCache's own eviction is off here (watermark 1), so that every eviction is one of ours.
 """
@@ -8,21 +8,16 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import sys
-import threading
-import time
-from typing import Any
 
 from kvgate.storage.backend import ObjectRef
 from kvgate.storage.lmcache_settings import ProcessSettings
-from kvgate.storage.lmcache_wire import FrameReader, Op, ReserveCode, encode_refs, frame, pack_ids, unpack_grants
+from kvgate.storage.lmcache_wire import ReserveCode, TierCode
 from kvgate_lmcache.build import build_manager, own_pool
 from kvgate_lmcache.clock import Deadline
 from kvgate_lmcache.internals import Internals
 from kvgate_lmcache.ops import StorageOps
 from kvgate_lmcache.quiet import quiet_lmcache
-from kvgate_lmcache.server import Server
 from tests.storage.harness import POOL_BYTES, SOON_S, new_ref
 
 OBJECTS = 16
@@ -40,37 +35,6 @@ def store(ops: StorageOps, refs: list[ObjectRef]) -> None:
 def evicted(ops: StorageOps) -> int:
     """How many objects we evicted so far."""
     return int(ops.status()["evicted_objects"])
-
-
-def made_ahead(ops: StorageOps) -> int:
-    """How many objects ``make_room_ahead`` evicts now."""
-    before = evicted(ops)
-    ops.make_room_ahead()
-    return evicted(ops) - before
-
-
-def through_the_server(ops: StorageOps, refs: list[ObjectRef]) -> int:
-    """Store ``refs`` as the daemon does and ask nothing more: how many objects are evicted after the commit was answered."""
-    ours, theirs = socket.socketpair()
-    ended = threading.Event()
-    Server(theirs, ops, ended).start()
-    reader = FrameReader()
-
-    def ask(op: Op, body: object) -> Any:
-        ours.sendall(frame([1, int(op), 1000, body]))
-        while not (answers := list(reader.feed(ours.recv(1 << 16)))):
-            pass
-        return answers[0][2]
-
-    grants = unpack_grants(ask(Op.RESERVE, encode_refs(refs)), len(refs))
-    before = evicted(ops)
-    ask(Op.COMMIT, pack_ids([reservation for reservation, _, _ in grants]))
-    until = time.monotonic() + SOON_S
-    while evicted(ops) == before and time.monotonic() < until:
-        time.sleep(0.001)
-    ours.close()
-    ended.wait(SOON_S)
-    return evicted(ops) - before
 
 
 def main() -> None:
@@ -92,25 +56,19 @@ def main() -> None:
     internals = Internals(manager)
     descriptor = own_pool(settings, internals)
     try:
-        ops = StorageOps(manager, internals, POOL_BYTES, [], most_ahead_bytes=2 * OBJECT_BYTES)
+        ops = StorageOps(manager, internals, POOL_BYTES, [])
         found: dict[str, int] = {}
         refs = [new_ref(OBJECT_BYTES) for _ in range(OBJECTS)]
         for ref in refs:
             store(ops, [ref])
         found["fill"] = evicted(ops)
-        assert all(code == ReserveCode.RESIDENT for _, _, code in ops.reserve(refs[:2])), "nothing was evicted yet"
-        found["resident"] = evicted(ops) + made_ahead(ops)
-        store(ops, [new_ref(OBJECT_BYTES)])
-        found["one"] = made_ahead(ops)
-        found["again"] = made_ahead(ops)
-        store(ops, [new_ref(OBJECT_BYTES) for _ in range(3)])
-        found["too_much"] = made_ahead(ops)
-        found["server"] = through_the_server(ops, [new_ref(OBJECT_BYTES), new_ref(OBJECT_BYTES)])
-        held = [refs[-1], *(new_ref(OBJECT_BYTES) for _ in range(OBJECTS))]
-        for ref in held[1:]:
-            store(ops, [ref])
-        ops.acquire_l1(held)
-        found["held"] = made_ahead(ops)
+        assert all(code == ReserveCode.RESIDENT for _, _, code in ops.reserve(refs)), "nothing was evicted yet"
+        found["resident"] = evicted(ops)
+        store(ops, [new_ref(OBJECT_BYTES), new_ref(OBJECT_BYTES)])
+        found["two"] = evicted(ops)
+        held = sum(code != TierCode.ABSENT for _, _, code in ops.acquire_l1(refs))
+        wanted = [new_ref(OBJECT_BYTES) for _ in range(OBJECTS)]
+        found["held"] = sum(code == ReserveCode.GRANTED for _, _, code in ops.reserve(wanted)) - (OBJECTS - held)
         print(json.dumps(found))
     finally:
         os.unlink(f"/dev/shm/{internals.pool_name}")  # noqa: PTH108  # at the very end, past all that could fail

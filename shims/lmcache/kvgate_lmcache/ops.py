@@ -56,24 +56,11 @@ class _Counters:
 class StorageOps:
     """All operations. Thread-safe; ``fetch``, ``probe_l2``, ``delete`` and ``drain`` may block until their deadline."""
 
-    def __init__(
-        self,
-        manager: Any,
-        internals: Internals,
-        pool_bytes: int,
-        l2_configs: Sequence[tuple[str, Any]],
-        *,
-        most_ahead_bytes: int = 0,
-    ) -> None:
-        """Opens the L2 adapters ``l2_configs`` (type name and LMCache configuration); raises ``HostingError``.
-
-        ``most_ahead_bytes``: what ``make_room_ahead`` may keep free.
-        """
+    def __init__(self, manager: Any, internals: Internals, pool_bytes: int, l2_configs: Sequence[tuple[str, Any]]) -> None:
+        """Opens the L2 adapters ``l2_configs`` (type name and LMCache configuration); raises ``HostingError``."""
         self._internals = internals
         self._l1 = internals.l1
         self._pool_bytes = pool_bytes
-        self._most_ahead_bytes = most_ahead_bytes
-        self._ahead_bytes = 0
         self._lock = threading.RLock()
         self._next_id = 0
         self._holds: dict[int, Any] = {}
@@ -112,8 +99,6 @@ class StorageOps:
             with self._lock:
                 for place, write in entries:
                     grants[place] = self._granted(write, *results[write.key])
-        given = [ref for ref, grant in zip(refs, grants, strict=True) if grant[2] == ReserveCode.GRANTED]
-        self._ahead_bytes = sum(aligned(ref.object_bytes) for ref in given)
         return grants
 
     def commit(self, reservations: Sequence[int]) -> bytes:
@@ -122,11 +107,6 @@ class StorageOps:
         self._counters.unknown_commits += sum(write is None for write in writes)
         done = self._close(writes, self._l1.finish_write)
         return bytes(write is not None and write.key in done for write in writes)
-
-    def make_room_ahead(self) -> None:
-        """Evict what another reservation like the last one would wait for, while nobody waits."""
-        if 0 < self._ahead_bytes <= self._most_ahead_bytes:
-            self._make_room(self._ahead_bytes)
 
     def abort(self, reservations: Sequence[int]) -> None:
         """Drop open writes."""

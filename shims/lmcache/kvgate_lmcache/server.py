@@ -6,7 +6,6 @@ pool of threads and is answered when it is done, so answers can overtake each ot
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 from collections import Counter
@@ -39,9 +38,6 @@ _DELETE_THREADS = 2
 _MAX_WAITING_L2 = 160
 _MAX_WAITING_DELETES = 32
 _RECEIVE_BYTES = 1 << 18
-# So long nothing is asked before room is made ahead: whoever was just answered goes on first.
-_LULL_S = 0.0005
-_MAX_SELECT_FD = 1024
 _SWEEP_BUSY_S = 0.05
 _SWEEP_IDLE_S = 1.0
 
@@ -61,7 +57,6 @@ class Server:
         self._waiting: Counter[ThreadPoolExecutor] = Counter()
         self._waiting_lock = threading.Lock()
         self.drained = False
-        self._room_due = False
 
     def start(self) -> None:
         """Begin to serve, in threads of their own."""
@@ -73,7 +68,7 @@ class Server:
     def _serve(self) -> None:
         reader = FrameReader()
         try:
-            while data := self._receive():
+            while data := self._connection.recv(_RECEIVE_BYTES):
                 for message in reader.feed(data):
                     self._handle(message)
         except WireError as error:
@@ -119,7 +114,6 @@ class Server:
                 self._reply(request_id, pack_grants(self._ops.reserve(decode_refs(body))))
             case Op.COMMIT:
                 self._reply(request_id, self._ops.commit(unpack_ids(body)))
-                self._room_due = True
             case Op.ABORT:
                 self._ops.abort(unpack_ids(body))
                 self._reply(request_id, None)
@@ -136,24 +130,6 @@ class Server:
             case Op.STOP:
                 drain = Deadline(body / 1000)
                 threading.Thread(target=self._stop, args=(request_id, drain), name="stop", daemon=True).start()
-
-    def _receive(self) -> bytes:
-        """The next bytes of the daemon. A lull after a commit is used to make room."""
-        if self._room_due:
-            self._room_due = False
-            if self._lull():
-                self._make_room_ahead()
-        return self._connection.recv(_RECEIVE_BYTES)
-
-    def _lull(self) -> bool:
-        # Other waits of Python's count in milliseconds; this one can't take every descriptor.
-        return self._connection.fileno() >= _MAX_SELECT_FD or not select.select([self._connection], [], [], _LULL_S)[0]
-
-    def _make_room_ahead(self) -> None:
-        try:
-            self._ops.make_room_ahead()
-        except Exception as error:  # noqa: BLE001  # the commit is answered; whoever needs the room makes it, or is told
-            _log.error("eviction_failed", error=type(error).__name__)
 
     def _acquire(self, request_id: int, deadline: Deadline, body: Any) -> None:
         refs = decode_refs(body)

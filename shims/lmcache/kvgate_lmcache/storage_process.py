@@ -80,9 +80,7 @@ def _run(settings: ProcessSettings, stop: threading.Event, answers: BinaryIO) ->
     pool_fd = own_pool(settings, internals)
     from .ops import StorageOps
 
-    # No more than LMCache keeps free by itself, a second later.
-    most_ahead_bytes = int(settings.pool_bytes * (1 - settings.evict_watermark))
-    ops = StorageOps(manager, internals, settings.pool_bytes, l2_configs, most_ahead_bytes=most_ahead_bytes)
+    ops = StorageOps(manager, internals, settings.pool_bytes, l2_configs)
     gc.collect()
     gc.freeze()  # torch's and LMCache's modules need no look at every collection
     connection = _accept(settings, stop, answers, Ready(WIRE, settings.pool_bytes, ALIGN_BYTES, ""))
