@@ -21,7 +21,7 @@ LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_lora_rank": 8, "max_lor
 TRANSFER: Final = ["auto"]
 """Who copies, in jobs that don't say: the first entry."""
 PATIENCE: Final = {"bind_ms": 2000.0, "acquire_ms": 10000.0, "load_ms": 20000.0, "store_ms": 20000.0}
-"""Who is slow here is not wrong; and the first engine waits for the transfer process, which takes seconds to come up."""
+"""Who is slow here is not wrong. The start of an engine waits as long as it does by default."""
 TIE: Final = 0.26
 """Largest difference of two logits that bfloat16 can turn around: two steps at their magnitude (16 to 32)."""
 TAIL: Final = 9
