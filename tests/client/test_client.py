@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from kvgate.protocol.messages import (
     Bound,
     Commit,
     Done,
+    Extend,
+    Extended,
     Failure,
     FinishLoad,
     Load,
@@ -347,3 +350,45 @@ def test_many_requests_at_once_get_their_own_replies(client: GatewayClient, sock
         assert client.wait_connected(5)
         futures = {n: client.submit(Acquire(lease=LEASE, first=n, last=n, deadline_ms=1), 10) for n in range(200)}
         assert all(future.result(10) == Acquired(end=n) for n, future in futures.items())
+
+
+def test_frames_of_many_threads_stay_whole_and_in_order(client: GatewayClient, socket: Path) -> None:
+    """However large the messages and slow the gateway's reading: each arrives as sent, a thread's in the order of its calls."""
+    threads, rounds = 6, 40
+
+    def slow_at_first(message: Record) -> Record:
+        if isinstance(message, Extend) and message.first == 0:
+            time.sleep(0.01)  # what follows does not fit the socket
+        return Extended(chunks=0)
+
+    def send(number: int) -> None:
+        lease = bytes([number]) * 32
+        for at in range(rounds):
+            # Short ones in between: they must not slip past a long one that is half written.
+            tokens = bytes([at]) * (32 * (4000 if at % 3 == 0 else 1))
+            replies.append(client.submit(Extend(lease=lease, first=at, tokens=tokens), 20))
+
+    replies: list[Future[Record]] = []
+    with ScriptedGateway(socket, slow_at_first) as gateway:
+        assert client.wait_connected(5)
+        senders = [threading.Thread(target=send, args=(number,)) for number in range(threads)]
+        for sender in senders:
+            sender.start()
+        for sender in senders:
+            sender.join(20)
+        assert all(isinstance(reply.result(20), Extended) for reply in replies)
+        extends = [message for message in gateway.received if isinstance(message, Extend)]
+    assert len(extends) == threads * rounds
+    for number in range(threads):
+        mine = [message for message in extends if message.lease == bytes([number]) * 32]
+        assert [message.first for message in mine] == list(range(rounds))
+        assert all(set(message.tokens) == {message.first} for message in mine)
+
+
+def test_a_request_of_a_callback_is_sent(client: GatewayClient, socket: Path) -> None:
+    """What is asked on the client's own thread, as soon as an answer is here, is asked at once and answered as any other."""
+    with ScriptedGateway(socket, answer_done):
+        assert client.wait_connected(5)
+        asked: Future[Future[Record]] = Future()
+        client.submit(RELEASE, 5).add_done_callback(lambda _reply: asked.set_result(client.submit(RELEASE, 5)))
+        assert asked.result(5).result(5) == Done()

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, TypeVar, cast
 
 from kvgate.client.errors import GatewayRefused, GatewayUnavailable
-from kvgate.client.wire import Reply, Wire
+from kvgate.client.wire import Reply, Wire, settled
 from kvgate.contract.record import Record
 from kvgate.protocol.messages import Hello, Welcome
 from kvgate.protocol.versions import SCHEMA_VERSIONS, WIRE_VERSIONS, Range
@@ -122,8 +122,14 @@ class GatewayClient:
             reply.set_exception(GatewayUnavailable("too many requests in flight"))
             return reply
         reply.add_done_callback(self._one_less)
+        wire = self._wire
         try:
-            self._loop.call_soon_threadsafe(self._send, message, deadline_s, reply)
+            if threading.get_ident() == self._thread.ident:
+                self._send(message, deadline_s, reply)
+            elif wire is not None and self._ready.is_set():
+                wire.send_from_thread(message, deadline_s, reply)
+            else:
+                self._loop.call_soon_threadsafe(self._send, message, deadline_s, reply)
         except RuntimeError:
             reply.set_exception(GatewayUnavailable("the client is closed"))
         return reply
@@ -139,7 +145,7 @@ class GatewayClient:
 
     async def request(self, message: Record, deadline_s: float) -> Record:
         """``submit`` for coroutines on the client's loop."""
-        return await asyncio.shield(asyncio.wrap_future(self.submit(message, deadline_s)))
+        return await settled(self.submit(message, deadline_s))
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine of ``request`` calls on the client's loop."""

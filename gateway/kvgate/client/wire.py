@@ -1,11 +1,18 @@
-"""One connection as an asyncio protocol: frames out, frames in, replies matched to requests by id."""
+"""One connection as an asyncio protocol: frames out, frames in, replies matched to requests by id.
+
+A request of another thread is written by that thread: the loop's thread needs the interpreter first, which an engine's step rarely
+leaves to it, and would send it a good part of a round trip later.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Final
 
 from kvgate.client.errors import GatewayRefused, GatewayUnavailable
@@ -30,32 +37,47 @@ Reply = Future[Record]
 class _Pending:
     reply_type: type[Record]
     reply: Reply
-    timer: asyncio.TimerHandle
+    timer: asyncio.TimerHandle | None = None
 
 
 class Wire(asyncio.Protocol):
-    """All methods run on the loop that owns the connection. ``version``: the wire version that was agreed on; 1 until then."""
+    """All methods but ``send_from_thread`` run on the loop that owns the connection.
+
+    ``version``: the wire version that was agreed on; 1 until then. Frames go out whole and one after the other: whoever writes has
+    ``_lock``, and threads write only while nothing waits in the transport.
+    """
 
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._pending: dict[int, _Pending] = {}
-        self._next_id = 0
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+        self._direct: socket.socket | None = None  # a descriptor of our own: the transport closes its one when it likes
+        self._rest = b""  # of a frame that a thread could not write whole
+        self._waiting = 0  # requests of threads that the loop is to send
         self.version = 1
         self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See ``asyncio.Protocol``."""
         assert isinstance(transport, asyncio.Transport)
+        self._loop = asyncio.get_running_loop()
+        self._direct = transport.get_extra_info("socket").dup()
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``: every open request fails now, not at its deadline."""
-        self._transport = None
-        pending, self._pending = self._pending, {}
+        with self._lock:
+            self._transport = None
+            direct, self._direct = self._direct, None
+            pending, self._pending = self._pending, {}
+        if direct is not None:
+            direct.close()
         for one in pending.values():
-            one.timer.cancel()
+            if one.timer is not None:
+                one.timer.cancel()
             one.reply.set_exception(GatewayUnavailable("the connection to the gateway was lost"))
         if not self.lost.is_set():
             self.lost.set()
@@ -89,28 +111,85 @@ class Wire(asyncio.Protocol):
             problem = f"the gateway speaks wire version {self.version}, which has no {type(message).__name__}; upgrade it"
             reply.set_exception(GatewayUnavailable(problem))
             return
-        self._next_id += 1
-        number = self._next_id
+        number = next(self._numbers)
         try:
             frame = frame_bytes(number, message)
         except ContractError as error:
             reply.set_exception(error)
             return
-        timer = asyncio.get_running_loop().call_later(deadline_s, self._expire, number)
+        timer = self._loop.call_later(deadline_s, self._expire, number)
         self._pending[number] = _Pending(REPLIES[type(message)], reply, timer)
-        transport.write(frame)
+        self._write(frame)
+
+    def send_from_thread(self, message: Record, deadline_s: float, reply: Reply) -> None:
+        """``send`` from another thread than the loop's, in the order of its calls. Raises ``RuntimeError`` where the loop is closed."""
+        number, frame = 0, b""
+        if SINCE[type(message)] <= self.version:
+            number = next(self._numbers)
+            try:
+                frame = frame_bytes(number, message)
+            except ContractError as error:
+                reply.set_exception(error)
+                return
+        until_s = self._loop.time() + deadline_s
+        with self._lock:
+            if not frame or not self._write_directly(number, frame, _Pending(REPLIES[type(message)], reply)):
+                self._waiting += 1
+                self._loop.call_soon_threadsafe(self._send_waiting, message, until_s, reply)
+                return
+        try:
+            self._loop.call_soon_threadsafe(self._after_thread, number, until_s)
+        except RuntimeError:
+            if self._pending.pop(number, None) is not None:
+                raise
 
     async def call(self, message: Record, deadline_s: float) -> Record:
         """``send`` and wait for the reply."""
         reply: Reply = Future()
         reply.set_running_or_notify_cancel()
         self.send(message, deadline_s, reply)
-        return await asyncio.shield(asyncio.wrap_future(reply))
+        return await settled(reply)
 
     def close(self) -> None:
         """Drop the connection."""
         if self._transport is not None:
             self._transport.abort()
+
+    def _write(self, frame: bytes) -> None:
+        with self._lock:
+            rest, self._rest = self._rest, b""
+            if self._transport is not None:
+                self._transport.write(rest + frame)
+
+    def _write_directly(self, number: int, frame: bytes, pending: _Pending) -> bool:
+        """Write now, with the lock held. False: nothing was written, for something waits, or there is no room or no connection."""
+        direct, transport = self._direct, self._transport
+        if direct is None or transport is None or transport.is_closing():
+            return False
+        if self._waiting or self._rest or transport.get_write_buffer_size():
+            return False
+        self._pending[number] = pending  # before the answer can be here
+        try:
+            written = direct.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            # No room, or lost: the loop's own way deals with either.
+            del self._pending[number]
+            return False
+        self._rest = frame[written:]
+        return True
+
+    def _send_waiting(self, message: Record, until_s: float, reply: Reply) -> None:
+        with self._lock:
+            self._waiting -= 1
+        self.send(message, until_s - self._loop.time(), reply)
+
+    def _after_thread(self, number: int, until_s: float) -> None:
+        """What is left to do for a frame that a thread wrote."""
+        if self._rest:
+            self._write(b"")
+        pending = self._pending.get(number)
+        if pending is not None:
+            pending.timer = self._loop.call_at(until_s, self._expire, number)
 
     def _expire(self, number: int) -> None:
         pending = self._pending.pop(number, None)
@@ -126,7 +205,8 @@ class Wire(asyncio.Protocol):
             if remedy is not None:
                 self.send(remedy, UNDO_S, Future())
             return
-        pending.timer.cancel()
+        if pending.timer is not None:
+            pending.timer.cancel()
         try:
             message = frame.message()
         except ContractError as error:
@@ -138,6 +218,15 @@ class Wire(asyncio.Protocol):
             pending.reply.set_result(message)
         else:
             pending.reply.set_exception(GatewayUnavailable("the gateway's reply has the wrong type"))
+
+
+async def settled(reply: Reply) -> Record:
+    """Wait for a reply that is settled on the running loop. Who is cancelled leaves it to its deadline."""
+    if not reply.done():
+        done = asyncio.Event()
+        reply.add_done_callback(lambda _reply: done.set())
+        await done.wait()
+    return reply.result(0)
 
 
 def _explained(failure: Failure) -> Failure:

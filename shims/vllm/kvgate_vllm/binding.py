@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvgate.client import GatewayRefused, GatewayUnavailable
@@ -17,7 +18,7 @@ from kvgate.contract.record import Record
 from kvgate.protocol.messages import Acquire, Acquired, Bind, Bound, Explain, Explained, Extend, Extended, Release
 from kvgate.protocol.rotation_messages import LookPrevious, PreviousLooked
 from kvgate.protocol.variant_messages import BindVariant, ModelOpened, OpenModel, VariantBound
-from kvgate_vllm.session import CALL_S, AdapterBinding, Open, Session, ask
+from kvgate_vllm.session import CALL_S, REPLY_S, AdapterBinding, Open, Session, ask
 
 if TYPE_CHECKING:
     from kvgate_vllm.state import Adapter
@@ -93,7 +94,7 @@ class Binding:
         self._extending = False
         self._extend_failed = False
         self._acquires: list[Acquisition] = []
-        self.done: Future[None] = session.client.spawn(_logged(self._bind(adapter, salt, tokens)))
+        self.done: Future[None] = self._begin(adapter, salt, tokens)
 
     @property
     def lost(self) -> bool:
@@ -121,9 +122,10 @@ class Binding:
         if self.lease is None or len(self._acquires) >= MAX_ACQUIRES:
             return None
         message = Acquire(lease=self.lease, first=first, last=last, deadline_ms=max(1, int(deadline_s * 1000)))
-        work = _logged(self._acquire(message, deadline_s + ACQUIRE_MARGIN_S))
-        made = Acquisition(first, last, self._session.client.spawn(work))
+        made = Acquisition(first, last, Future())
         self._acquires.append(made)
+        reply = self._session.client.submit(message, deadline_s + ACQUIRE_MARGIN_S)
+        reply.add_done_callback(partial(self._acquired, made))
         return made
 
     def forget_acquires(self, stored: int) -> None:
@@ -154,6 +156,27 @@ class Binding:
             if self.lease is not None:
                 self._session.client.submit(Release(lease=self.lease), CALL_S)
 
+    def _begin(self, adapter: Adapter | None, salt: bytes | None, tokens: list[bytes]) -> Future[None]:
+        """Bind. Where one message will do, this thread sends it: it is on its way before the client's loop wakes up."""
+        known = None if adapter is None else self._session.adapter(adapter.digest)
+        if (adapter is not None and known is None) or self._variant is not None or self._earlier:
+            return self._session.client.spawn(_logged(self._bind(adapter, salt, tokens)))
+        self.adapter = known
+        done: Future[None] = Future()
+        reply = self._session.client.submit(self._ordinary(salt, tokens), REPLY_S)
+        reply.add_done_callback(partial(self._bound, done, len(tokens)))
+        return done
+
+    def _bound(self, done: Future[None], known: int, reply: Future[Record]) -> None:
+        try:
+            bound = cast(Bound, reply.result(0))
+            self._note_bound(bound, known)
+            self._take(bound.lease)
+        except (GatewayRefused, GatewayUnavailable) as error:
+            self._note_refused(error)
+        finally:
+            done.set_result(None)
+
     async def _bind(self, adapter: Adapter | None, salt: bytes | None, tokens: list[bytes]) -> None:
         try:
             if adapter is not None:
@@ -161,17 +184,27 @@ class Binding:
             message = await self._message(salt, tokens)
             bound = cast("Bound | VariantBound", await ask(self._session.client, message))
         except (GatewayRefused, GatewayUnavailable) as error:
-            if isinstance(error, GatewayRefused):
-                self.refused = error.failure.field
-            self._note(error)
+            self._note_refused(error)
             return
-        self.present, self.probing, self.known = bound.present, bound.probing, len(tokens)
+        self._note_bound(bound, len(tokens))
+        await self._look_earlier(bound.lease)
+        self._take(bound.lease)
+
+    def _note_bound(self, bound: Bound | VariantBound, known: int) -> None:
+        self.present, self.probing, self.known = bound.present, bound.probing, known
         self._bound_at = time.monotonic()
         self.reference = bound.reference
-        await self._look_earlier(bound.lease)
-        self.lease = bound.lease
+
+    def _take(self, lease: bytes) -> None:
+        """The lease may be used, or given back where it came too late."""
+        self.lease = lease
         if self._released:
-            self._session.client.submit(Release(lease=bound.lease), CALL_S)
+            self._session.client.submit(Release(lease=lease), CALL_S)
+
+    def _note_refused(self, error: GatewayRefused | GatewayUnavailable) -> None:
+        if isinstance(error, GatewayRefused):
+            self.refused = error.failure.field
+        self._note(error)
 
     async def _look_earlier(self, lease: bytes) -> None:
         """Have the gateway look for what is not here where earlier secrets put it."""
@@ -189,15 +222,7 @@ class Binding:
     async def _message(self, salt: bytes | None, tokens: list[bytes]) -> Record:
         adapter = self.adapter.digest if self.adapter else None
         if self._variant is None:
-            return Bind(
-                handle=self.opened.handle,
-                adapter=adapter,
-                salt=salt,
-                scope="prefix",
-                scope_key=None,
-                manifest=None,
-                tokens=b"".join(tokens),
-            )
+            return self._ordinary(salt, tokens)
         if self._variant.scope == "global":
             opened = await ask(self._session.client, OpenModel(handle=self.opened.handle, model=None))
             shared = cast(ModelOpened, opened).shared_token_key
@@ -211,12 +236,25 @@ class Binding:
             tokens=b"".join(tokens),
         )
 
-    async def _acquire(self, message: Acquire, wait_s: float) -> int:
+    def _ordinary(self, salt: bytes | None, tokens: list[bytes]) -> Bind:
+        return Bind(
+            handle=self.opened.handle,
+            adapter=self.adapter.digest if self.adapter else None,
+            salt=salt,
+            scope="prefix",
+            scope_key=None,
+            manifest=None,
+            tokens=b"".join(tokens),
+        )
+
+    def _acquired(self, made: Acquisition, reply: Future[Record]) -> None:
+        end = made.first
         try:
-            return cast(Acquired, await self._session.client.request(message, wait_s)).end
+            end = cast(Acquired, reply.result(0)).end
         except (GatewayRefused, GatewayUnavailable) as error:
             self._note(error)
-            return message.first
+        finally:
+            made.reply.set_result(end)
 
     async def _explain(self, message: Explain) -> None:
         try:
