@@ -102,8 +102,11 @@ def test_the_scheduler_acts_on_news(tmp_path: Path, changed: bool) -> None:
     assert request.skip_reading_prefix_cache == changed
 
 
+WORKERS = 2
+"""One worker would live in the engine core's own process."""
+
 EXTENSION = """
-import gc, threading, time
+import gc, os, threading, time
 from pathlib import Path
 
 def fetch():
@@ -111,9 +114,9 @@ def fetch():
     while not go.exists():
         time.sleep(0.05)
     from vllm.v1.worker.gpu_worker import Worker
-    worker = next(one for one in gc.get_objects() if isinstance(one, Worker))
+    worker = next(one for one in gc.get_objects() if Worker in type(one).__mro__)
     worker.reload_weights(weights_path=go.read_text())
-    Path({done!r}).touch()
+    Path({done!r} + str(os.getpid())).touch()
 
 threading.Thread(target=fetch, daemon=True).start()
 
@@ -126,23 +129,27 @@ class Extension:
 @pytest.mark.timeout(600)
 def test_kv_of_the_old_weights_is_not_stored_as_the_new(tmp_path: Path) -> None:
     """A worker's own thread reloads other weights: neither vLLM's prefix cache nor the gateway gives old KV to the new weights."""
-    other, go, done = copy_model(tmp_path / "other"), tmp_path / "go", tmp_path / "done"
+    other, go = copy_model(tmp_path / "other"), tmp_path / "go"
     file = str(other / "model.safetensors")
     torch.manual_seed(3)
     save_file({k: v + torch.randn_like(v) * v.float().std() * 0.3 for k, v in load_file(file).items()}, file)
-    (tmp_path / "fetching.py").write_text(EXTENSION.format(go=str(go), done=str(done)))
-    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    (tmp_path / "fetching.py").write_text(EXTENSION.format(go=str(go), done=str(tmp_path / "done")))
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     prompt = prompt_tokens(600)
     with (
         gateway() as process,
         engine_process(
-            process, tmp_path / "engine", environment=environment, worker_extension_cls="fetching.Extension"
+            process,
+            tmp_path / "engine",
+            environment=environment,
+            worker_extension_cls="fetching.Extension",
+            tensor_parallel_size=WORKERS,
         ) as engine,
     ):
         before = engine.ask(prompt)
         (tmp_path / "new").write_text(str(other))
         (tmp_path / "new").rename(go)
-        wait_until(done.exists, 60, "the weights were not fetched")
+        wait_until(lambda: len(list(tmp_path.glob("done*"))) == WORKERS, 60, "the weights were not fetched")
         reconnected(engine)
         local = engine.ask(prompt)
         time.sleep(1)  # for the store

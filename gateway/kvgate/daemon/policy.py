@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -144,7 +145,10 @@ def read_credentials(path: str) -> dict[str, str]:
         return {}
     try:
         file = Path(path)
-        if file.stat().st_size > MAX_CREDENTIALS_BYTES:
+        about = file.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise ConfigError("is not a file", "credentials_file")  # a pipe may never end, and a device never does
+        if about.st_size > MAX_CREDENTIALS_BYTES:
             raise ConfigError(f"is larger than {MAX_CREDENTIALS_BYTES} bytes", "credentials_file")
         value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_repeats)
     except OSError as error:

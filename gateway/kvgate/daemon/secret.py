@@ -72,7 +72,8 @@ def load_previous(paths: tuple[Path, ...], present: DeploymentKeys) -> tuple[Dep
 
 def _load(path: Path, what: str) -> DeploymentKeys:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Not to wait for a writer where it is a pipe: that could not even be interrupted.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise SecretError(f"{what} {path}: {error.strerror}; it must be a plain file") from error
     try:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvgate_vllm.capture import QueryCapture
 from kvgate_vllm.metadata import CaptureOp, Handshake, StepMetadata
+from kvgate_vllm.mixed_steps import come_out_wrong
 from kvgate_vllm.plugin import attach_scheduler, attach_worker
 from kvgate_vllm.scheduler_side import SchedulerSide
 from kvgate_vllm.session import Session
@@ -76,6 +77,7 @@ class KVGateConnector(KVConnectorBase_V1):
             may_load=bool(transfer.is_kv_consumer),
             may_store=bool(transfer.is_kv_producer),
             evict=self._evict,
+            mixed_wrong=come_out_wrong(vllm_config),
         )
         state.set_failed_requests(side.failed_requests)
         self._session.start()

@@ -14,6 +14,7 @@ from kvgate_vllm import capture, variants
 from kvgate_vllm.chunks import chunk_blocks
 from kvgate_vllm.lookups import MISS, Lookups
 from kvgate_vllm.metadata import AdapterRef, LoadOp, LoadResult, StepMetadata, WorkerReport
+from kvgate_vllm.mixed_steps import MixedSteps
 from kvgate_vllm.session import Session
 from kvgate_vllm.settings import ConnectorSettings
 from kvgate_vllm.state import EngineState
@@ -29,7 +30,7 @@ class SchedulerSide:
     """One engine's scheduler side.
 
     in_background: loads run between steps. in_step_allowed: a load inside a step is safe in this engine. evict: takes block ids
-    out of vLLM's own prefix cache.
+    out of vLLM's own prefix cache. mixed_wrong: see ``mixed_steps``.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class SchedulerSide:
         may_load: bool = True,
         may_store: bool = True,
         evict: Callable[[set[int]], None] = lambda _blocks: None,
+        mixed_wrong: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
@@ -55,6 +57,7 @@ class SchedulerSide:
         self._may_load = may_load
         self._may_store = may_store
         self._evict = evict
+        self._mixed = MixedSteps(block_tokens) if mixed_wrong else None
         self._clock = clock
         self._numbers = count(1)
         self._lookups = Lookups(
@@ -132,6 +135,10 @@ class SchedulerSide:
         last = (track.local_tokens + external_tokens) // track.chunk_tokens
         blocks = chunk_blocks(block_ids, first, last, track.chunk_tokens // self._block_tokens)
         assert blocks is not None, "vLLM allocated fewer blocks than it was promised tokens"
+        if self._mixed is not None:
+            self._mixed.restored(
+                block_ids[track.local_tokens // self._block_tokens : last * track.chunk_tokens // self._block_tokens]
+            )
         track.pending_load = LoadOp(
             number=next(self._numbers),
             request_id=track.request_id,
@@ -154,6 +161,8 @@ class SchedulerSide:
             if track := self._tracks.get(request_id):
                 track.reset_for_preemption()
         fresh = self._note_blocks(output)
+        if self._mixed is not None:
+            self._mixed.note(output, self._tracks, fresh)
         if self._settings.capture_queries:
             self._plan_captures(output, meta)
         for track in self._tracks.values():
