@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 BATCH_CHUNKS: Final = 64
 """Chunks acquired by one storage call: long enough to be quick, short enough to keep the loop free between two."""
+BATCHES_AHEAD: Final = 2
+"""Of one acquire that storage is asked for at a time."""
 MAX_OPEN_LOADS: Final = 4096
 MAX_SESSION_LOADS: Final = 256
 """Of one connection: a worker has a few, and one that closes none must not keep all others from loading."""
@@ -42,6 +44,19 @@ class OpenLoad:
     lease: Lease
     generation: int
     chunks: dict[int, tuple[int, bytes]]  # chunk index → (rectangle, payload digest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Chunks up to ``end``, or to ``last`` where a bad one ends them: storage is asked for ``refs`` of ``wanted``, the rest is held."""
+
+    place: Place
+    end: int
+    last: int
+    wanted: list[int]
+    refs: list[list[ObjectRef]]
+    generation: int
+    got: asyncio.Task[list[Held | None]]
 
 
 class Reads:
@@ -175,18 +190,9 @@ class Reads:
             return end
         try:
             stop = min(last, await self._believed(lease, until - loop.time()))
-            while end < stop and not lease.released:
-                place, batch = self._next_batch(lease, end, min(stop, end + BATCH_CHUNKS))
-                # The storage call ends by its own deadline: cancelling it from here could leave holds behind.
-                reached = await self._acquire_batch(lease, place, end, batch, max(0.001, until - loop.time()))
-                complete, end = reached == batch, reached
-                if not complete:
-                    if loop.time() >= until - LATE_SHARE * deadline_s:
-                        self._doubt(lease)
-                    break
-        except StorageUnavailable:
-            self._doubt(lease)
-            self._metrics.storage_faults.labels("acquire").inc()
+            end, complete = await self._acquire_all(lease, first, stop, until)
+            if not complete and loop.time() >= until - LATE_SHARE * deadline_s:
+                self._doubt(lease)
         finally:
             lease.lock.release()
         lease.registration.require_sealed()
@@ -234,21 +240,55 @@ class Reads:
                 return place, end
         return own, last
 
-    async def _acquire_batch(self, lease: Lease, place: Place, first: int, last: int, deadline_s: float) -> int:
-        last = next((index for index in range(first, last) if index in lease.held and not lease.usable(index)), last)
+    async def _acquire_all(self, lease: Lease, end: int, stop: int, until: float) -> tuple[int, bool]:
+        """Hold chunks from ``end`` on; where they end, and whether storage gave all that it was asked for.
+
+        While the answer about some is looked at, storage is busy with the next ones.
+        """
+        asked: deque[_Batch] = deque()
+        try:
+            while True:
+                while len(asked) < BATCHES_AHEAD and (begin := asked[-1].end if asked else end) < stop and not lease.released:
+                    asked.append(self._ask(lease, begin, stop, until))
+                    await asyncio.sleep(0)  # it is sent before the next are made up
+                if not asked:
+                    return end, True
+                batch = asked[0]
+                got = await batch.got
+                asked.popleft()
+                end = await self._take(lease, batch, got)
+                if end < batch.end:
+                    return end, False
+        except StorageUnavailable:
+            self._doubt(lease)
+            self._metrics.storage_faults.labels("acquire").inc()
+            return end, False
+        finally:
+            for batch in asked:
+                self._drop_later(batch.got)
+
+    def _ask(self, lease: Lease, first: int, stop: int, until: float) -> _Batch:
+        """Ask storage for the next chunks. Its call ends by its own deadline: cancelling it from here could leave holds behind."""
+        place, end = self._next_batch(lease, first, min(stop, first + BATCH_CHUNKS))
+        last = next((index for index in range(first, end) if index in lease.held and not lease.usable(index)), end)
         wanted = [index for index in range(first, last) if index not in lease.held]
-        asked = [self._refs(lease, place, index) for index in wanted]
-        refs = [ref for row in asked for ref in row]
-        generation = self._pool.generation
-        got = await self._backend.acquire(refs, deadline_s) if refs else []
-        wide = lease.rectangles
+        refs = [self._refs(lease, place, index) for index in wanted]
+        deadline_s = max(0.001, until - asyncio.get_running_loop().time())
+        got = asyncio.create_task(self._held([ref for row in refs for ref in row], deadline_s))
+        return _Batch(place, end, last, wanted, refs, self._pool.generation, got)
+
+    async def _held(self, refs: list[ObjectRef], deadline_s: float) -> list[Held | None]:
+        return await self._backend.acquire(refs, deadline_s) if refs else []
+
+    async def _take(self, lease: Lease, batch: _Batch, got: list[Held | None]) -> int:
+        """Keep what is whole and good of it, up to the first chunk that is not; where that is."""
+        place, wide, broken = batch.place, lease.rectangles, batch.last
         spare: list[Held] = []
         tiers: dict[str, int] = {}
-        broken = last
-        for at, index in enumerate(wanted):
+        for at, index in enumerate(batch.wanted):
             holds = got[at * wide : (at + 1) * wide]
-            usable = index < broken and not lease.released and generation == self._pool.generation
-            digests = self._vouched(lease, place, index, asked[at], holds) if usable else None
+            usable = index < broken and not lease.released and batch.generation == self._pool.generation
+            digests = self._vouched(lease, place, index, batch.refs[at], holds) if usable else None
             if digests is None:
                 broken = min(broken, index)
                 spare.extend(hold for hold in holds if hold is not None)
@@ -263,6 +303,20 @@ class Reads:
             self._metrics.acquired.labels(tier).inc(shards)
         await self._give_back([hold.hold for hold in spare])
         return broken
+
+    def _drop_later(self, got: asyncio.Task[list[Held | None]]) -> None:
+        """Nobody wants this answer any more: give back what it holds."""
+
+        async def drop() -> None:
+            try:
+                held = await got
+            except StorageUnavailable:
+                return  # nothing was given
+            await self._give_back([hold.hold for hold in held if hold is not None])
+
+        task = asyncio.create_task(drop())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _vouched(
         self, lease: Lease, place: Place, index: int, refs: list[ObjectRef], holds: list[Held | None]
@@ -432,7 +486,11 @@ class Reads:
 
 def shard_refs(registration: Registration, chunk: bytes, domain: bytes | None = None) -> list[ObjectRef]:
     """The stored objects of one chunk, one a rectangle of the plan, in the plan's order. ``domain`` None: the registration's."""
-    return [shard_ref(registration, chunk, place, domain) for place in range(len(registration.form.plan.rectangles))]
+    form, domain = registration.form, domain or registration.domain
+    return [
+        ObjectRef(shard_address(chunk, rectangle), object_bytes, domain)
+        for rectangle, object_bytes in zip(form.plan.rectangles, form.object_bytes, strict=True)
+    ]
 
 
 def shard_ref(registration: Registration, chunk: bytes, rectangle: int, domain: bytes | None = None) -> ObjectRef:

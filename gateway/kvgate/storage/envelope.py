@@ -24,6 +24,7 @@ _FIXED: Final = struct.Struct("<8sHHI32sQ32s")
 _MAC_BYTES: Final = 32
 _CBOR_START: Final = _FIXED.size + _MAC_BYTES
 MAX_CBOR_BYTES: Final = ENVELOPE_BYTES - _CBOR_START
+_PADDING: Final = bytes(ENVELOPE_BYTES)
 
 
 class EnvelopeError(Exception):
@@ -123,6 +124,6 @@ def _open(keys: tuple[bytes, ...], header: bytes) -> tuple[tuple[bytes, int, int
     signed = header[: _FIXED.size] + body
     if not any(compare_digest(mac, keyed(key, signed)) for key in keys):
         raise EnvelopeError("mac")
-    if header.count(0, end) != ENVELOPE_BYTES - end:
+    if not header.endswith(_PADDING[end:]):
         raise EnvelopeError("padding")
     return fixed, body
