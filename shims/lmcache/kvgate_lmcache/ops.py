@@ -8,6 +8,7 @@ when it is needed instead of once a second.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -303,7 +304,11 @@ class StorageOps:
 
     def _evict(self, need_bytes: int) -> int:
         """Evict some of the least recently used objects that nobody holds and that L2 has; how many."""
-        share = min(1.0, max(_MIN_EVICTION, need_bytes / self._pool_bytes))
+        used_bytes, _ = self._l1.get_memory_usage()
+        objects = max(1, self._internals.resident_count())
+        # LMCache rounds a share of its objects down; as many as hold so many bytes on average must go, or this is done twice.
+        wanted = math.ceil(need_bytes * objects / max(1, used_bytes)) + 0.5
+        share = min(1.0, max(_MIN_EVICTION, wanted / objects))
         actions = self._internals.eviction_policy.get_eviction_actions(share, key_eligible_filter=self._evictable)
         evicted = 0
         for action in actions:
