@@ -86,22 +86,27 @@ def test_which_engines_have_such_steps(lora: bool, device: str, wrong: bool) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_base_is_not_stored_beside_an_adapter() -> None:
-    """In a real engine: a prompt computed beside an adapter's request is not restored later; computed alone, it is."""
+    """In a real engine: a prompt computed while an adapter's request decodes is not restored later; computed alone, it is."""
     from vllm.lora.request import LoRARequest
 
     from vllm import SamplingParams
 
     prompt, salt = prompt_tokens(600), "mixed"
     with gateway() as process, connected(process, **LORA) as engine:
-        ask_all(engine, [prompt_tokens(40)], lora=LoRARequest("a", 1, str(KJV)))
-        forget_local(engine)
-        asks = [{"prompt_token_ids": prompt, "cache_salt": salt}] * 2
-        greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        engine.llm.generate(asks, greedy, lora_request=[None, LoRARequest("a", 1, str(KJV))], use_tqdm=False)
-        ask_all(engine, [prompt], salt=salt)  # from vLLM's own prefix cache, where what is wrong lies still
+        core = engine.llm.llm_engine
+        long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        core.add_request("adapted", {"prompt_token_ids": prompt_tokens(40)}, long, lora_request=LoRARequest("a", 1, str(KJV)))
+        while not core.step():
+            pass  # until it decodes: from then on it is in every step
+        core.add_request("base", {"prompt_token_ids": prompt, "cache_salt": salt}, SamplingParams(temperature=0, max_tokens=4))
+        while not any(output.request_id == "base" and output.finished for output in core.step()):
+            pass
+        core.abort_request(["adapted"])
+        found = ask_all(engine, [prompt], salt=salt)[0]  # in vLLM's own prefix cache, where what is wrong lies still
         forget_local(engine)
         computed = ask_all(engine, [prompt], salt=salt)[0]
         forget_local(engine)
         restored = ask_all(engine, [prompt], salt=salt)[0]
+    assert found.cached >= 512
     assert (computed.restored, restored.restored) == (0, 512)
     assert restored.tokens == computed.tokens
