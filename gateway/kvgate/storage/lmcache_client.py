@@ -66,7 +66,9 @@ class StorageConnection(ChildConnection):
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
         places = self._places if bounded else None
-        if places is not None:
+        if places is not None and not places.locked():
+            await places.acquire()  # at once
+        elif places is not None:
             try:
                 async with asyncio.timeout_at(ends_at):
                     await places.acquire()
