@@ -291,6 +291,22 @@ async def test_addresses_of_earlier_secrets_are_counted(
     await engine.close()
 
 
+async def test_a_place_is_probed_once(rotated: Rotated, kept: Kept, folder: Path) -> None:
+    """However often a place is named while storage is slow, it is asked about once: the lease and its probes end with the release."""
+    load_or_create(folder / "old.secret")
+    gateway = await rotated("new", "old")
+    engine = await engine_of(gateway)
+    kept.stalled = {"probe"}
+    lease = await engine.lease("a", "b")
+    for _ in range(1500):
+        assert (await look(engine, lease, "a", "b")).probing
+    assert kept.calls.count("probe") == 1
+    await engine.release(lease)
+    await nothing_held(gateway)
+    kept.resume()
+    await engine.close()
+
+
 def test_previous_secret_is_never_made(folder: Path) -> None:
     """An earlier secret that is missing, open to others, in use, or named twice is an error that names the file and not its content."""
     present, other = load_or_create(folder / "present"), load_or_create(folder / "other")

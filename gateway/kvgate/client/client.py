@@ -75,7 +75,8 @@ class GatewayClient:
             credential=credential,
         )
         self._in_flight = threading.BoundedSemaphore(max_in_flight)
-        self._loop = asyncio.new_event_loop()
+        # Not what the process's policy makes: the wire writes to the socket beside the transport, which another kind of loop owns.
+        self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name=f"kvgate-{role}", daemon=True)
         self._pid = os.getpid()
         self._wire: Wire | None = None
@@ -226,8 +227,9 @@ class GatewayClient:
             wire.close()
             return None
         wire.version = welcome.wire
-        self._wire, self._welcome = wire, welcome
+        # Counted first: who reads the greeting, and then that the count is what it was, has the greeting of that connection.
         self._connections += 1
+        self._wire, self._welcome = wire, welcome
         if not await self._set_up(wire, welcome):
             wire.close()
             return None

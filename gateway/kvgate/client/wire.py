@@ -57,6 +57,7 @@ class Wire(asyncio.Protocol):
         self._direct: socket.socket | None = None  # a descriptor of our own: the transport closes its one when it likes
         self._rest = b""  # of a frame that a thread could not write whole
         self._waiting = 0  # requests of threads that the loop is to send
+        self._clogged = False  # bytes wait in the transport
         self.version = 1
         self.lost = asyncio.Event()
 
@@ -65,6 +66,9 @@ class Wire(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._loop = asyncio.get_running_loop()
         self._direct = transport.get_extra_info("socket").dup()
+        # Paused from its first waiting byte to after its last. Its size says less: asyncio of Python 3.12 takes a chunk out of its
+        # buffer and puts back what the socket did not take of it, and a thread that looks between the two sees nothing waiting.
+        transport.set_write_buffer_limits(high=0)
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,6 +86,14 @@ class Wire(asyncio.Protocol):
         if not self.lost.is_set():
             self.lost.set()
             self._on_lost()
+
+    def pause_writing(self) -> None:
+        """See ``asyncio.Protocol``."""
+        self._clogged = True
+
+    def resume_writing(self) -> None:
+        """See ``asyncio.Protocol``."""
+        self._clogged = False
 
     def data_received(self, data: bytes) -> None:
         """See ``asyncio.Protocol``."""
@@ -166,7 +178,7 @@ class Wire(asyncio.Protocol):
         direct, transport = self._direct, self._transport
         if direct is None or transport is None or transport.is_closing():
             return False
-        if self._waiting or self._rest or transport.get_write_buffer_size():
+        if self._waiting or self._rest or self._clogged:
             return False
         self._pending[number] = pending  # before the answer can be here
         try:

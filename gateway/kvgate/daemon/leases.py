@@ -180,12 +180,14 @@ class LeaseTable:
         lease.extend(first, tokens)
         self._count(lease.session, len(lease.chunks) - known)
 
-    def add_earlier(self, lease: Lease, secret: int, place: Place) -> None:
-        """Note where an earlier secret put the lease's first chunks, as far as there is room. A repetition changes nothing."""
-        if secret not in lease.earlier:
-            self._require_room(lease.session, len(place.chunks))
-            lease.earlier[secret] = place
-            self._count(lease.session, len(place.chunks))
+    def add_earlier(self, lease: Lease, secret: int, place: Place) -> bool:
+        """Note where an earlier secret put the lease's first chunks, as far as there is room. False: a repetition changes nothing."""
+        if secret in lease.earlier:
+            return False
+        self._require_room(lease.session, len(place.chunks))
+        lease.earlier[secret] = place
+        self._count(lease.session, len(place.chunks))
+        return True
 
     def find(self, token: bytes) -> Lease | None:
         """The open lease of ``token``, None for one already gone; raises ``Refused`` for a token this deployment never made."""

@@ -112,6 +112,10 @@ class Reads:
         lease.probe = asyncio.create_task(self._probe(lease, present, lease.probe))
         return True
 
+    def probing(self, lease: Lease) -> bool:
+        """Whether storage is being asked about this lease's chunks."""
+        return lease.probe is not None and not lease.probe.done()
+
     async def probed(self, lease: Lease, wait_s: float) -> tuple[int, bool]:
         """How many chunks from the first are believed present once the probe has ended or the wait is over, and whether it goes on."""
         probe = lease.probe

@@ -83,6 +83,8 @@ class Rotation:
         root, _ = identify(registration.model_of(lease.adapter), registration.form, access, _ORDINARY)
         key = self._earlier[message.secret].envelope_key
         place = Place(domain.id, chunk_chain(root, split(message.tokens)), (key,))
-        self._leases.add_earlier(lease, message.secret, place)
+        new = self._leases.add_earlier(lease, message.secret, place)
         present = self._reads.present(lease)
-        return messages.PreviousLooked(present=present, probing=self._reads.start_probe(lease, present))
+        # Each probe waits for the one before, so there must be no more of them than places.
+        probing = self._reads.start_probe(lease, present) if new else self._reads.probing(lease)
+        return messages.PreviousLooked(present=present, probing=probing)
