@@ -13,6 +13,8 @@ from tests.vllm.gateway import GatewayProcess, wait_until
 
 CONNECTOR = "kvgate_vllm.connector"
 CHUNK = 256
+BOUND = ("miss", "hit", "held by the engine")
+"""Outcomes of requests that the gateway was asked about."""
 TIE = 0.26
 """Largest difference of two logits that bfloat16 can turn around: two steps at their magnitude (16 to 32)."""
 SETTLE_S = 20.0
@@ -238,7 +240,7 @@ def reconnect(engine: Engine) -> None:
     """Wait until requests can be bound (each probe also lets the worker report its new registration)."""
 
     def bound() -> bool:
-        return ask_all(engine, [prompt_tokens(300, file=1)], max_tokens=1)[0].kvgate["outcome"] in ("miss", "hit")
+        return ask_all(engine, [prompt_tokens(300, file=1)], max_tokens=1)[0].kvgate["outcome"] in BOUND
 
     wait_until(bound, 20, "the engine did not come back to the gateway")
 

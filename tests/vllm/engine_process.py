@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.connector_support import CONNECTOR, Reply
+from tests.vllm.connector_support import BOUND, CONNECTOR, Reply
 from tests.vllm.engine import ROOT, prompt_tokens, start_engine
 from tests.vllm.gateway import GatewayProcess
 
@@ -112,7 +112,7 @@ def reconnected(engine: EngineProcess, within_s: float = 30.0) -> None:
     """Wait until requests can be bound (each probe also lets the workers report their new registration)."""
     until = time.monotonic() + within_s
     probe = prompt_tokens(300, file=1)
-    while engine.ask(probe, max_tokens=1, salt="probe").kvgate["outcome"] not in ("miss", "hit"):
+    while engine.ask(probe, max_tokens=1, salt="probe").kvgate["outcome"] not in BOUND:
         assert time.monotonic() < until, "the engine did not come back to the gateway"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.connector_support import (
+    BOUND,
     Reply,
     Watch,
     ask_all,
@@ -215,4 +216,4 @@ def shrink_norms(worker: Any) -> None:
 def registered(engine: Engine) -> bool:
     """Whether requests can be bound: each try also lets the worker report a new handle."""
     reply = ask_all(engine, [prompt_tokens(300, file=1)], salt="probe")[0]
-    return reply.kvgate["outcome"] in ("miss", "hit")
+    return reply.kvgate["outcome"] in BOUND

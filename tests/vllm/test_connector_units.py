@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvgate_vllm.chunks import chunk_blocks, confirmed_tokens, promisable_chunks
 from kvgate_vllm.jobs import Job, JobThread
-from kvgate_vllm.lookups import Lookups
+from kvgate_vllm.lookups import HELD, MISS, NOT_READ, Lookups
 from kvgate_vllm.metadata import AdapterRef, LoadOp, LoadResult, StepMetadata, StoreOp, WorkerReport
 from kvgate_vllm.settings import ConnectorSettings, SettingsError
 from kvgate_vllm.tracking import Track
@@ -241,3 +242,70 @@ def test_a_request_is_not_bound_with_digests_of_another_chunk_size(before: int, 
     assert not lookups.bind(track, opened)
     assert (track.binding, track.chunk_tokens) == (None, before)
     assert track.uncacheable == "uncacheable: the gateway's chunks have another size now"
+
+
+class Bound:
+    """The binding of a prompt of which the gateway has nothing."""
+
+    lost, adapter, reference, missed, worth_asking = False, None, "0" * 16, ["absent"], 0
+
+    def __init__(self) -> None:
+        self.explaining = False
+        self.done: Future[None] = Future()
+        self.done.set_result(None)
+
+    def explain(self) -> None:
+        """Note that it was asked for."""
+        self.explaining = True
+
+
+class BindsAtOnce(Lookups):
+    """Lookups whose gateway has answered the bind already."""
+
+    def bind(self, track: Track, _opened: object) -> bool:
+        """See ``Lookups``."""
+        bound: Any = Bound()
+        track.chunk_tokens, track.binding = 256, bound
+        return True
+
+
+def asked(prompt_tokens: int, *, reads: bool = True) -> tuple[Lookups, Track]:
+    """A request that has arrived at a gateway of chunks of 256, and the lookups that know it."""
+    request = SimpleNamespace(
+        request_id="r",
+        num_tokens=prompt_tokens,
+        num_prompt_tokens=prompt_tokens,
+        all_token_ids=list(range(prompt_tokens)),
+        skip_reading_prefix_cache=not reads,
+    )
+    track = Track(request=request, chunk_tokens=0, uncacheable=None, adapter=None, salt=None)
+    opened = SimpleNamespace(keys=SimpleNamespace(chunk_tokens=256))
+    session: Any = SimpleNamespace(current=lambda: opened)
+    state: Any = SimpleNamespace(uncacheable_reason=lambda _request: None)
+    lookups = BindsAtOnce(
+        session, state, ConnectorSettings(), time.monotonic, block_tokens=32, in_background=True, in_step_allowed=True
+    )
+    lookups.arrive(track)
+    return lookups, track
+
+
+def test_what_vllm_holds_is_no_miss() -> None:
+    """All that could be restored is in vLLM's own prefix cache: the reply says so. Where vLLM gave it away before the request ran,
+    the gateway is asked, and the reply tells of that; a miss is not taken back by what a preempted request finds of itself."""
+    lookups, track = asked(600)
+    assert lookups.matched_tokens(track, 576) == MISS
+    assert track.report() == {"restored_tokens": 0, "outcome": HELD}
+    assert lookups.matched_tokens(track, 0) == MISS
+    missed = {"restored_tokens": 0, "outcome": "miss", "reference": "0" * 16, "miss": ["absent"]}
+    assert track.report() == missed
+    assert lookups.matched_tokens(track, 576) == MISS
+    assert track.report() == missed
+
+
+def test_what_may_not_be_read_is_no_miss() -> None:
+    """A request that must not be served from a cache is not looked up, and told that."""
+    lookups, track = asked(600, reads=False)
+    assert lookups.matched_tokens(track, 0) == MISS
+    assert track.report() == {"restored_tokens": 0, "outcome": NOT_READ}
+    _, track = asked(256, reads=False)
+    assert track.report()["outcome"] == "short"

@@ -24,6 +24,10 @@ GRACES_A_STEP: Final = 2.0
 """Graces that all requests of one step may use up together."""
 MISS: Final = (0, False)
 LATER: Final = (None, False)
+HELD: Final = "held by the engine"
+"""Outcome: vLLM's own prefix cache has all that could be restored."""
+NOT_READ: Final = "reads no cache"
+"""Outcome: the request, or this engine, may not be served from a cache."""
 
 
 class Lookups:
@@ -62,8 +66,9 @@ class Lookups:
         elif opened is None:
             track.outcome = "no gateway"
         elif promisable_chunks(track.request.num_prompt_tokens, opened.keys.chunk_tokens):
-            track.outcome = "miss"
+            track.outcome = NOT_READ
             if not track.request.skip_reading_prefix_cache:
+                track.outcome = "miss"
                 self.bind(track, opened)
 
     def bind(self, track: Track, opened: Open) -> bool:
@@ -99,7 +104,11 @@ class Lookups:
         first = local_tokens // track.chunk_tokens
         last = min(first + MAX_BATCH, promisable_chunks(request.num_prompt_tokens, track.chunk_tokens))
         if first >= last:
+            if track.outcome == "miss" and not track.binding.explaining:
+                track.outcome = HELD
             return MISS
+        if track.outcome == HELD:
+            track.outcome = "miss"  # asked again after vLLM gave away what it held
         end = self._end_of_hit(track, track.binding, first, last)
         if end is None:
             return LATER

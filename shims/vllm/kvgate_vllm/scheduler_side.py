@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvgate_vllm import capture, variants
 from kvgate_vllm.chunks import chunk_blocks
-from kvgate_vllm.lookups import MISS, Lookups
+from kvgate_vllm.lookups import MISS, NOT_READ, Lookups
 from kvgate_vllm.metadata import AdapterRef, LoadOp, LoadResult, StepMetadata, WorkerReport
 from kvgate_vllm.mixed_steps import MixedSteps
 from kvgate_vllm.session import Session
@@ -120,7 +120,10 @@ class SchedulerSide:
         track = self._tracks.get(request.request_id)
         if track is not None and track.variant is not None:
             return self._variant_lookups.matched_tokens(track, track.variant, local_tokens)
-        if track is None or not self._may_load:
+        if track is None:
+            return MISS
+        if not self._may_load:
+            track.outcome = NOT_READ if track.outcome == "miss" else track.outcome
             return MISS
         return self._lookups.matched_tokens(track, local_tokens)
 
