@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from kvgate.client.client import GatewayClient
+from kvgate.client.errors import GatewayUnavailable
 from kvgate.client.wire import Reply, Wire
 from kvgate.contract.record import Record
 from kvgate.protocol.framing import HEADER, frame_length, parse_frame
@@ -77,3 +79,32 @@ def test_a_client_asks_the_process_for_no_loop(tmp_path: Path) -> None:
         assert client.wait_connected(5)
         client.call(SMALL, 5)
         client.close()
+
+
+def test_what_is_for_one_connection_goes_on_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a connection was named for is refused on the next one, also where that came between the look and the sending."""
+    path = tmp_path / "g.sock"
+    with ScriptedGateway(path, answer_done) as gateway:
+        client = GatewayClient(str(path), "scheduler")
+        client.start()
+        assert client.wait_connected(5)
+        client.submit(SMALL, 5, connection=1).result(5)
+        whole = Wire.send_from_thread
+
+        def late(self: Wire, message: Record, deadline_s: float, reply: Reply) -> None:
+            gateway.drop_connections()
+            until = time.monotonic() + 5
+            while client.connection == 1 or not client.connected:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            whole(self, message, deadline_s, reply)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Wire, "send_from_thread", late)
+            with pytest.raises(GatewayUnavailable):
+                client.submit(LARGE, 5, connection=1).result(5)
+        with pytest.raises(GatewayUnavailable):
+            client.submit(LARGE, 5, connection=1).result(5)
+        client.submit(SMALL, 5, connection=2).result(5)
+        client.close()
+        assert LARGE not in gateway.received

@@ -115,19 +115,26 @@ class GatewayClient:
         """Block until connected, at most ``timeout_s``."""
         return self._ready.wait(timeout_s)
 
-    def submit(self, message: Record, deadline_s: float) -> Future[Record]:
-        """Send ``message`` and return at once. The future holds the reply, or raises ``GatewayRefused`` or ``GatewayUnavailable``."""
+    def submit(self, message: Record, deadline_s: float, *, connection: int | None = None) -> Future[Record]:
+        """Send ``message`` and return at once. The future holds the reply, or raises ``GatewayRefused`` or ``GatewayUnavailable``.
+
+        ``connection``: as ``connection`` counts; it is sent on that one or not at all.
+        """
         reply: Reply = Future()
         reply.set_running_or_notify_cancel()  # from here on only an answer, the deadline or a lost connection settles it
         if not self._in_flight.acquire(blocking=False):
             reply.set_exception(GatewayUnavailable("too many requests in flight"))
             return reply
         reply.add_done_callback(self._one_less)
-        wire = self._wire
+        wire, ready = self._wire, self._ready.is_set()
+        if connection is not None and not (ready and connection == self._connections):
+            # Looked at after the wire was: the count is raised before another takes its place.
+            reply.set_exception(GatewayUnavailable("the connection to the gateway was lost"))
+            return reply
         try:
             if threading.get_ident() == self._thread.ident:
                 self._send(message, deadline_s, reply)
-            elif wire is not None and self._ready.is_set():
+            elif wire is not None and ready:
                 wire.send_from_thread(message, deadline_s, reply)
             else:
                 self._loop.call_soon_threadsafe(self._send, message, deadline_s, reply)

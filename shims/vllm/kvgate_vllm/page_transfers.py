@@ -146,7 +146,8 @@ class GatewayTransfers:
         )
         try:
             # On another connection, or after another attachment, the gateway has a gate that this load can't close.
-            sent = self._lending.send(attachment, lambda: self._patience.send(message, self._deadlines.load_s))
+            load_s = self._deadlines.load_s
+            sent = self._lending.send(attachment, lambda: self._patience.send(message, load_s, self._connection))
         except GatewayUnavailable:
             sent = None
         if sent is None:

@@ -29,12 +29,12 @@ class Patience:
         self._clock = time.monotonic
         self._silent_until = 0.0
 
-    def send(self, message: Record, patience_s: float) -> Sent:
-        """Send ``message``. Raises ``GatewayUnavailable`` after a silence."""
+    def send(self, message: Record, patience_s: float, connection: int | None = None) -> Sent:
+        """Send ``message``, on that ``connection`` only where one is given. Raises ``GatewayUnavailable`` after a silence."""
         now = self._clock()
         if now < self._silent_until:
             raise GatewayUnavailable("the gateway has been silent")
-        return self._client.submit(message, patience_s + LATE_S), now + patience_s
+        return self._client.submit(message, patience_s + LATE_S, connection=connection), now + patience_s
 
     def wait(self, sent: Sent, undo: Undo[Reply]) -> Reply:
         """The answer, if it comes in time. One that comes later is undone: what it hands out would stay open for ever."""
