@@ -137,6 +137,39 @@ async def test_another_chunk_size_is_no_failure(start: Start, tmp_path: Path) ->
     gateway = await start(chunk_tokens=8)
     with pytest.raises(CannotRun, match="another chunk size"):
         await runs.check(target(gateway), path, Report(), Progress())
+    await cleaned_of_what_is_out_of_reach(gateway, path, "another chunk size")
+
+
+async def test_another_secret_is_no_failure(start: Start, tmp_path: Path) -> None:
+    """What was planted under another deployment secret can't be checked: the reason is said, and no row reads as foreign KV. A run
+    that was killed before the change is no hindrance for the next."""
+    path, whole = tmp_path / "run.json", tmp_path / "whole.json"
+    gateway = await start()
+    await runs.write(target(gateway), path, Report(), Progress())
+    text = path.read_text()
+    await gateway.stop()
+    gateway = await start(secret_file=str(tmp_path / "other.secret"))
+    report = Report()
+    with pytest.raises(CannotRun, match="deployment secret is another one"):
+        await runs.check(target(gateway), path, report, Progress())
+    assert not report.failed
+    await cleaned_of_what_is_out_of_reach(gateway, path, "deployment secret is another one")
+    whole.write_text(text)
+    report = Report()
+    await runs.whole(target(gateway, "schema"), whole, report, Progress())
+    assert not report.failed
+    assert any("deployment secret is another one" in note for note in report.notes)
+
+
+async def cleaned_of_what_is_out_of_reach(gateway: Gateway, path: Path, why: str) -> None:
+    """``--clean`` says what stays and why, removes the file all the same, and ends with 2."""
+    report = Report()
+    await runs.clean(target(gateway), path, report, Progress())
+    assert not await asyncio.to_thread(path.exists)
+    assert exit_code(report) == 2
+    text = "\n".join(table.lines(report))
+    assert why in text
+    assert "could not be deleted" in text
 
 
 @in_module

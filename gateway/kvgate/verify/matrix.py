@@ -28,6 +28,7 @@ MISSES: Final = "must miss"
 IDENTITY: Final = "must miss: identity field"
 PREFIX: Final = "common prefix of another prompt"
 START: Final = "another start of the same engine"
+REMOVED: Final = ("everything planted is removed", "clean-up", "be gone")
 PAUSE_S: Final = 0.005
 """Between two lookups, so that a run never takes more than a small share of a busy gateway."""
 
@@ -86,7 +87,7 @@ class Matrix:
 
     async def forget(self) -> None:
         """Remove everything again, and see that nothing is left."""
-        row = self.report.row("everything planted is removed", "clean-up", "be gone")
+        row = self.report.row(*REMOVED)
         with part(self._progress, "cleaning up", len(self.run.plants) * len(self.tiers)):
             for plant in self.run.plants:
                 for tier in self.tiers:

@@ -18,9 +18,9 @@ from kvgate.verify.admin import Operator
 from kvgate.verify.engine import Desk
 from kvgate.verify.fields import needed
 from kvgate.verify.link import CannotRun, Links
-from kvgate.verify.matrix import Matrix
+from kvgate.verify.matrix import REMOVED, Matrix
 from kvgate.verify.plants import Run, class_plant
-from kvgate.verify.results import L1, MEMORY, VLLM, Progress, Report
+from kvgate.verify.results import L1, MEMORY, VLLM, Outcome, Progress, Report
 from kvgate.verify.sample import Shape
 from kvgate.verify.vllm import Server
 
@@ -32,7 +32,8 @@ MAX_FILE_BYTES: Final = 1 << 16
 class Planted:
     """What a check has to know of the run that planted.
 
-    ``boot``: the gateway's start then; ``pid``: whose it is while it runs; ``capabilities``: of its artifacts.
+    ``boot``: the gateway's start then; ``pid``: whose it is while it runs; ``capabilities``: of its artifacts. ``domain``: id of the
+    run's isolation domain, as the gateway told it: under another deployment secret the same run has another. Empty: not noted.
     """
 
     run: Run
@@ -40,6 +41,7 @@ class Planted:
     tiers: tuple[str, ...]
     pid: int = 0
     capabilities: Mapping[str, bytes] = field(default_factory=dict)
+    domain: str = ""
 
     def write(self, path: Path) -> None:
         """Put it into a file only its owner can read: whoever has the number can ask for these objects. Raises ``CannotRun``."""
@@ -53,6 +55,7 @@ class Planted:
             "tiers": list(self.tiers),
             "pid": self.pid,
             "capabilities": {name: capability.hex() for name, capability in self.capabilities.items()},
+            "domain": self.domain,
         }
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,7 +89,8 @@ class Planted:
             shape = Shape(int(value["chunk_tokens"]), str(value["codec"]))
             run = Run(number, shape, tuple(map(str, value["classes"])))
             capabilities = {str(name): bytes.fromhex(text) for name, text in value["capabilities"].items()}
-            return cls(run, str(value["boot"]), tuple(map(str, value["tiers"])), int(value["pid"]), capabilities)
+            tiers, domain = tuple(map(str, value["tiers"])), str(value.get("domain", ""))
+            return cls(run, str(value["boot"]), tiers, int(value["pid"]), capabilities, domain)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CannotRun(f"{path} is not the file of a run") from error
 
@@ -113,7 +117,7 @@ async def write(target: Target, path: Path, report: Report, progress: Progress) 
     async with _links(target) as links:
         planted = await _new(links, target, report)
         async with _matrix(links, target, planted.run, report, progress) as matrix:
-            planted = replace(planted, tiers=matrix.tiers)
+            planted = replace(planted, tiers=matrix.tiers, domain=_domain(matrix))
             planted.write(path)
             await matrix.plant()
             _note_capabilities(planted, matrix, path)
@@ -125,34 +129,31 @@ async def write(target: Target, path: Path, report: Report, progress: Progress) 
 async def check(target: Target, path: Path, report: Report, progress: Progress) -> None:
     """Check the run that ``path`` tells of; it stays planted. Raises ``CannotRun`` where that run can't be found here any more."""
     planted = Planted.read(path)
-    async with _links(target) as links:
-        _require_same(links, planted)
-        async with _matrix(links, target, planted.run, report, progress) as matrix:
-            if _boot(links) != planted.boot:
-                if matrix.tiers == (L1,):
-                    raise CannotRun(
-                        "the gateway was started again since, and its storage keeps nothing over that: remove the run by --clean"
-                    )
-                report.note("The gateway was started again since the run was planted.")
-            matrix.capabilities.update(planted.capabilities)
-            if matrix.tiers != planted.tiers:
+    async with _links(target) as links, _matrix(links, target, planted.run, report, progress) as matrix:
+        if why := _out_of_reach(links, planted, matrix):
+            raise CannotRun(f"{why}: remove the run's file by --clean, and plant again")
+        if _boot(links) != planted.boot:
+            if matrix.tiers == (L1,):
                 raise CannotRun(
-                    f"the gateway has the tiers {', '.join(matrix.tiers)} now, and had {', '.join(planted.tiers)} when the run was "
-                    "planted: remove it by --clean, and plant again"
+                    "the gateway was started again since, and its storage keeps nothing over that: remove the run by --clean"
                 )
-            await matrix.check()
+            report.note("The gateway was started again since the run was planted.")
+        matrix.capabilities.update(planted.capabilities)
+        if matrix.tiers != planted.tiers:
+            raise CannotRun(
+                f"the gateway has the tiers {', '.join(matrix.tiers)} now, and had {', '.join(planted.tiers)} when the run was "
+                "planted: remove it by --clean, and plant again"
+            )
+        await matrix.check()
     await _check_vllm(target, planted.run, report, planted=True)
     _require_rows(target, report)
 
 
 async def clean(target: Target, path: Path, report: Report, progress: Progress) -> None:
-    """Remove what the run of ``path`` planted, and the file."""
+    """Remove what the run of ``path`` planted, and the file. What this gateway can't name any more stays, and the report says so."""
     planted = Planted.read(path)
     async with _links(target) as links:
-        _require_same(links, planted)
-        async with _matrix(links, replace(target, only=()), planted.run, report, progress) as matrix:
-            matrix.capabilities.update(planted.capabilities)
-            await matrix.forget()
+        await _forget(links, target, planted, report, progress)
     if not report.failed:
         _remove(path)
 
@@ -160,14 +161,14 @@ async def clean(target: Target, path: Path, report: Report, progress: Progress) 
 async def whole(target: Target, path: Path, report: Report, progress: Progress) -> None:
     """Plant, check, and remove everything, whatever happens in between."""
     async with _links(target) as links:
-        await _clean_up_after_another(links, target, path, progress)
+        await _clean_up_after_another(links, target, path, report, progress)
         planted = await _new(links, target, report)
         run = planted.run
         if target.only:
             names = needed(run.shape, run.classes, target.wants) | {one.name for one in run.plants if target.wants(one.same)}
             run = replace(run, names=names)
         async with _matrix(links, target, run, report, progress) as matrix:
-            planted = replace(planted, run=run, tiers=matrix.tiers, pid=os.getpid())
+            planted = replace(planted, run=run, tiers=matrix.tiers, pid=os.getpid(), domain=_domain(matrix))
             planted.write(path)
             try:
                 await matrix.plant()
@@ -197,17 +198,26 @@ async def _check_vllm(target: Target, run: Run, report: Report, *, planted: bool
         report.row("the vLLM server", "must hit: vLLM", "answer").unchecked(VLLM, str(error))
 
 
-async def _clean_up_after_another(links: Links, target: Target, path: Path, progress: Progress) -> None:
+async def _clean_up_after_another(links: Links, target: Target, path: Path, report: Report, progress: Progress) -> None:
     """A run that was killed left its file: remove what it planted first."""
     left = _left_by_another(path)
     if left is None:
         return
-    _require_same(links, left)
-    report = Report()
-    async with _matrix(links, replace(target, only=()), left.run, report, progress) as matrix:
-        matrix.capabilities.update(left.capabilities)
-        await matrix.forget()
+    its = Report()
+    await _forget(links, target, left, its, progress)
+    for cell in (cell for row in its.rows for cell in row.cells.values() if cell.outcome is Outcome.UNCHECKED):
+        report.note(f"An earlier run was killed: {cell.why}.")
     _remove(path)
+
+
+async def _forget(links: Links, target: Target, planted: Planted, report: Report, progress: Progress) -> None:
+    async with _matrix(links, replace(target, only=()), planted.run, report, progress) as matrix:
+        if why := _out_of_reach(links, planted, matrix):
+            text = "what was planted could not be deleted and goes with eviction; nobody can be served it meanwhile"
+            report.row(*REMOVED).unchecked(L1, f"{why}: {text}")
+            return
+        matrix.capabilities.update(planted.capabilities)
+        await matrix.forget()
 
 
 def _require_rows(target: Target, report: Report) -> None:
@@ -290,8 +300,15 @@ def _boot(links: Links) -> str:
     return links.welcome.boot.hex()
 
 
-def _require_same(links: Links, planted: Planted) -> None:
+def _domain(matrix: Matrix) -> str:
+    return matrix.desk.entered.domain.hex()
+
+
+def _out_of_reach(links: Links, planted: Planted, matrix: Matrix) -> str:
+    """Why nothing of this run can be named at this gateway any more, or ""."""
     assert links.welcome is not None, "_links has greeted"
-    shape = Shape(links.welcome.chunk_tokens, links.welcome.codec)
-    if shape != planted.run.shape:
-        raise CannotRun("the gateway has another chunk size or codec than when the run was planted: plant again")
+    if planted.domain and planted.domain != _domain(matrix):
+        return "the deployment secret is another one than when the run was planted"
+    if Shape(links.welcome.chunk_tokens, links.welcome.codec) != planted.run.shape:
+        return "the gateway has another chunk size or codec than when the run was planted"
+    return ""
