@@ -18,7 +18,7 @@ from kvgate.client.pools import PoolMappings
 from kvgate.client.sdk import Gateway, GatewayUnavailable
 from kvgate.contract.record import Record
 from kvgate.protocol.messages import Commit, Done, Failure, Welcome
-from tests.client.sdk_engine import WAIT_S, GatewayThread, SdkEngine
+from tests.client.sdk_engine import WAIT_S, GatewayThread, SdkEngine, config
 from tests.client.sdk_kit import keep, same
 
 
@@ -128,6 +128,37 @@ def test_another_client_of_the_process_gives_them_back(
     with Gateway(gateway.socket, model=engine.model.digest().hex()) as other:
         other.opened()
         until_none_open(gateway)
+
+
+def test_nothing_is_ended_at_a_later_start(
+    gateway: GatewayThread, prefix: Prefix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that was started again while slots were written to hears nothing of them: its own may have the same numbers."""
+    secret = str(gateway.gateway.config.secret_path)
+    first, second = (GatewayThread(config(tmp_path, secret_file=secret)) for _ in range(2))
+    first.start()
+    engine = SdkEngine(first.socket)
+    with Gateway(first.socket, model=engine.model.digest().hex()) as sdk, monkeypatch.context() as patched:
+        sdk.opened()
+
+        def view(_self: PoolMappings, *place: int) -> memoryview:
+            if sdk._client.connection == 1:
+                first.stop()
+                second.start()
+            until = time.monotonic() + WAIT_S
+            while sdk._client.connection == 1 or not sdk._client.connected:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            return memoryview(bytearray(place[-1]))
+
+        patched.setattr(PoolMappings, "view", view)
+        with pytest.raises(GatewayUnavailable):
+            sdk.publish(keep(prefix))
+    asked = second.gateway._metrics.text().decode()
+    assert 'message="Hello"' in asked
+    assert 'message="Commit"' not in asked
+    engine.close()
+    second.stop()
 
 
 def welcome(boot: bytes) -> Welcome:

@@ -142,12 +142,12 @@ class GatewayClient:
             reply.set_exception(GatewayUnavailable("the client is closed"))
         return reply
 
-    def call(self, message: Record, deadline_s: float) -> Record:
+    def call(self, message: Record, deadline_s: float, *, connection: int | None = None) -> Record:
         """``submit`` and wait for the reply; raises what its future would. Not on the client's own loop."""
         assert threading.current_thread() is not self._thread, "call() would block the loop that answers it"
         try:
             # The loop settles the reply at its deadline; the margin only matters if that thread is starved.
-            return self.submit(message, deadline_s).result(deadline_s + _WAIT_MARGIN_S)
+            return self.submit(message, deadline_s, connection=connection).result(deadline_s + _WAIT_MARGIN_S)
         except TimeoutError:
             raise GatewayUnavailable("the client's thread did not run") from None
 
@@ -234,9 +234,11 @@ class GatewayClient:
             wire.close()
             return None
         wire.version = welcome.wire
-        # Counted first: who reads the greeting, and then that the count is what it was, has the greeting of that connection.
+        # In this order: who reads the count and then the greeting has that of this connection or of a later one, and ``submit`` reads
+        # the count after the wire.
+        self._welcome = welcome
         self._connections += 1
-        self._wire, self._welcome = wire, welcome
+        self._wire = wire
         if not await self._set_up(wire, welcome):
             wire.close()
             return None

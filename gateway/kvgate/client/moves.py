@@ -165,10 +165,9 @@ class Mover:
         resident: dict[int, bytes] = {}
         while payloads:
             message = ReserveRectangle(lease=lease, rectangle=rectangle, chunks=tuple(payloads))
-            connection = self._client.connection
+            connection, welcome = self._client.connection, self._client.welcome
             reserved = self.call(message, Reserved, deadline)
             # Of this boot only where no connection came between: then the reply is of this one.
-            welcome = self._client.welcome
             boot = welcome.boot if welcome is not None and self._client.connection == connection else None
             left = {slot.chunk: payloads[slot.chunk] for slot in reserved.slots if slot.status == "busy"}
             there = [slot.chunk for slot in reserved.slots if slot.status == "resident"]
@@ -204,14 +203,20 @@ class Mover:
             dropped = tuple(slot.reservation for slot in (*given, *unused) if slot.reservation not in done)
             try:
                 # Whatever is left of the operation's time: slots are given back.
-                message = Commit(written=tuple(written), aborted=dropped)
-                committed = cast(Committed, self._client.call(message, SETTLE_S))
+                committed = self._settle(Commit(written=tuple(written), aborted=dropped), boot)
             except GatewayUnavailable:
                 if boot is not None:
                     LEFTOVERS.note(boot, tuple(slot.reservation for slot in (*given, *unused)))
                 raise
         if committed.visible != len(written):
             raise GatewayUnavailable("what was written could not be committed")
+
+    def _settle(self, message: Commit, boot: bytes | None) -> Committed:
+        """End open writes at the start of the gateway that gave them: to the next one their numbers may be those of other slots."""
+        connection, welcome = self._client.connection, self._client.welcome
+        if boot is not None and welcome is not None and welcome.boot != boot:
+            raise GatewayUnavailable("the gateway was started again")
+        return cast(Committed, self._client.call(message, SETTLE_S, connection=connection))
 
 
 def _part(rectangle: Rectangle, chunk: int, step: int) -> Any:
