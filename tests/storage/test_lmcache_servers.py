@@ -194,8 +194,8 @@ async def test_a_read_that_takes_longer_than_the_deadline_leaves_no_hold(tmp_pat
         await backend.stop(0)
 
 
-async def test_objects_an_adapter_cannot_load_are_counted_and_dropped(tmp_path: Path) -> None:
-    """An adapter that says it has an object and cannot load it: a miss, a count, and no such object any more."""
+async def test_objects_an_adapter_cannot_load_are_counted_and_kept(tmp_path: Path) -> None:
+    """An adapter that says it has an object and cannot load it: a miss and a count. The object may be whole, so it stays."""
     inner = {"type": "fs", "base_path": str(tmp_path / "l2")}
     adapter = {"type": "fault_inject", "inner": inner, "rate": 1.0}
     backend = LMCacheBackend(LMCacheConfig(state_dir=tmp_path / "state", pool_bytes=POOL_BYTES, l2_adapters=(adapter,)))
@@ -208,9 +208,8 @@ async def test_objects_an_adapter_cannot_load_are_counted_and_dropped(tmp_path: 
         assert await store.probe(*refs) == [True, True]
         assert await store.acquire(*refs) == [None, None]
         assert await store.counter("l2_load_failed_objects") == 2
-        async with asyncio.timeout(SOON_S):
-            while await store.probe(*refs) != [False, False]:  # noqa: ASYNC110  # another process removes them
-                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # the sweep is woken by the failure
+        assert await store.probe(*refs) == [True, True]
         assert await store.counter("holds") == 0
     finally:
         await backend.stop(0)

@@ -4,10 +4,14 @@ LMCache's network adapters hide errors (an unreachable Redis looks like an empty
 while its server was down never answers at all. So each is watched at the one place where its client's errors pass, and asked
 for nothing now and then; one that only fails, or says nothing, is taken out and made anew until it works. While one is away,
 nobody can say that an object is nowhere.
+
+LMCache's `resp` client leaves its connection out of step after every GET that fails: all later ones on it fail too, or return
+other bytes. So its first failed load ends an adapter, and counts for nothing that comes after it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +20,17 @@ from typing import Any
 import structlog
 
 from .clock import Deadline
-from .internals import HostingError, folder_names, native_client, set_native_client, set_worker_pool, worker_pool
+from .internals import (
+    HostingError,
+    file_name,
+    folder_names,
+    native_client,
+    set_native_client,
+    set_worker_pool,
+    valkey_length,
+    worker_pool,
+)
+from .keys import object_bytes
 from .lengths import Lengths
 
 _TEND_S = 0.5
@@ -26,6 +40,8 @@ _DRAIN_S = 2.0
 _OPEN_S = 5.0
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
+_CALM_S = 60.0
+_LENGTH_S = 2.0
 
 _log = structlog.get_logger(__name__)
 
@@ -35,14 +51,42 @@ class L2Adapter:
     """One live adapter. ``errors``: failed operations of its client.
 
     ``folder``: path and file names, for LMCache's `fs`. ``lengths``: asks its server, for LMCache's `resp`.
+    ``native_folder``: path, for `fs_native`. ``out_of_step``: set at the first failed load of `resp`.
     """
 
     adapter_id: int
     adapter: Any
     folder: tuple[str, Callable[[Any], str]] | None
     lengths: Lengths | None = None
+    native_folder: str = ""
     errors: int = 0
     errors_seen: int = 0
+    out_of_step: bool = False
+
+    def damaged(self, key: Any) -> bool:
+        """Whether an object it could not load is damaged for certain: it has another length. Other causes may pass (EIO, EACCES…).
+
+        For `resp` that is asked before every load. Of the adapters not named here nobody can say, so they keep what they have.
+        """
+        if worker_pool(self.adapter) is not None:
+            return self._other_length_in_valkey(key)
+        folder = self.folder[0] if self.folder is not None else self.native_folder
+        if not folder:
+            return False
+        try:
+            size = os.stat(f"{folder}/{file_name(key)}").st_size  # noqa: PTH116  # as in lookup.py
+        except OSError:
+            return False  # gone, or cannot be said
+        return size != object_bytes(key)
+
+    def _other_length_in_valkey(self, key: Any) -> bool:
+        # Its client doesn't tell a value of another length from none.
+        try:
+            length = valkey_length(self.adapter, key, _LENGTH_S)
+        except Exception as error:  # noqa: BLE001  # whatever its client library raises when the server is away; logged
+            _log.info("l2_length_not_known", error=type(error).__name__)
+            return False
+        return length not in (None, object_bytes(key))
 
 
 @dataclass(slots=True)
@@ -55,6 +99,7 @@ class _Place:
     tried: threading.Event = field(default_factory=threading.Event)
     unusable: str = ""
     pause_s: float = _FIRST_PAUSE_S
+    calm: Deadline = field(default_factory=lambda: Deadline(0.0))
     next_try: Deadline = field(default_factory=lambda: Deadline(0.0))
     next_canary: Deadline = field(default_factory=lambda: Deadline(_CANARY_EVERY_S))
 
@@ -69,6 +114,7 @@ class L2Adapters:
         self._places = [_Place(kind, config) for kind, config in configs]
         self._on_gone: list[Callable[[L2Adapter], None]] = []
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._past_errors = 0
         self.renewals = 0
 
@@ -90,6 +136,7 @@ class L2Adapters:
     def close(self) -> None:
         """No more renewals."""
         self._stop.set()
+        self._wake.set()
 
     def on_gone(self, callback: Callable[[L2Adapter], None]) -> None:
         """Call ``callback`` with an adapter that was taken out."""
@@ -134,10 +181,13 @@ class L2Adapters:
             return False
         adapter = {descriptor.index: adapter for descriptor, adapter in self._manager.l2_adapters()}[adapter_id]
         live = L2Adapter(adapter_id, adapter, folder_names(adapter), Lengths(place.config) if place.kind == "resp" else None)
-        _count_errors(live)
+        if place.kind == "fs_native":
+            live.native_folder = place.config.base_path
+        _count_errors(live, self._wake.set)
         self._on_new(live)
         place.live = live
-        place.pause_s = _FIRST_PAUSE_S
+        if place.calm.passed():
+            place.pause_s = _FIRST_PAUSE_S
         place.next_canary = Deadline(_CANARY_EVERY_S)
         return True
 
@@ -159,7 +209,9 @@ class L2Adapters:
                     self._tend_one(place)
                 except Exception as error:  # noqa: BLE001  # the others must be tended; the cause is logged
                     _log.error("l2_adapter_care_failed", kind=place.kind, error=type(error).__name__)
-            if self._stop.wait(_TEND_S):
+            self._wake.wait(_TEND_S)
+            self._wake.clear()
+            if self._stop.is_set():
                 return
 
     def _tend_one(self, place: _Place) -> None:
@@ -177,14 +229,20 @@ class L2Adapters:
                 _log.info("l2_adapter_back", kind=place.kind)
 
     def _check(self, place: _Place, live: L2Adapter) -> None:
-        if live.errors == live.errors_seen and not place.next_canary.passed():
+        if live.errors == live.errors_seen and not live.out_of_step and not place.next_canary.passed():
             return
-        if _answers(live):
+        if not live.out_of_step and _answers(live):
             live.errors_seen = live.errors
             place.next_canary = Deadline(_CANARY_EVERY_S)
             return
         place.live = None
         place.next_try = Deadline(0.0)
+        if live.out_of_step:
+            # At once after a time without; else whoever makes every GET fail has us do nothing but connect.
+            if not place.calm.passed():
+                place.pause_s = min(2 * place.pause_s, _MAX_PAUSE_S)
+                place.next_try = Deadline(place.pause_s)
+            place.calm = Deadline(_CALM_S)
         self._past_errors += live.errors
         _log.warning("l2_adapter_taken_out", kind=place.kind, errors=live.errors)
         try:
@@ -230,6 +288,38 @@ class _CountingClient:
         return completions
 
 
+class _RespClient(_CountingClient):
+    """The same for `resp`: a GET that failed puts the adapter out of step, and from then on no GET counts."""
+
+    def __init__(self, client: Any, live: L2Adapter, on_out_of_step: Callable[[], None]) -> None:
+        super().__init__(client, live)
+        self._on_out_of_step = on_out_of_step
+        self._lock = threading.Lock()
+        self._gets: set[int] = set()
+
+    def submit_batch_get(self, keys: list[str], buffers: list[Any]) -> int:
+        """As the client's."""
+        with self._lock:  # its completion may be drained before it is noted
+            future = int(self._client.submit_batch_get(keys, buffers))
+            self._gets.add(future)
+        return future
+
+    def drain_completions(self) -> Any:
+        """As the client's, but a batch of GETs fails as a whole: which of them came after the one that failed is not known."""
+        return [self._judged(*completion) for completion in super().drain_completions()]
+
+    def _judged(self, future: Any, ok: bool, error: str, each: list[bool] | None) -> tuple[Any, bool, str, list[bool] | None]:
+        with self._lock:
+            if int(future) not in self._gets:
+                return future, ok, error, each
+            self._gets.discard(int(future))
+        if not ok or (each is not None and not all(each)):
+            self._live.out_of_step = True
+            self._on_out_of_step()
+        # `each` must stay None where the client gives none, and `ok` then tells.
+        return (future, False, error, None) if self._live.out_of_step else (future, ok, error, each)
+
+
 class _CountingPool:
     """Stands before the pool of `valkey` clients and counts the operations that failed."""
 
@@ -254,10 +344,11 @@ class _CountingPool:
             self._live.errors += 1
 
 
-def _count_errors(live: L2Adapter) -> None:
+def _count_errors(live: L2Adapter, on_out_of_step: Callable[[], None] = lambda: None) -> None:
     client = native_client(live.adapter)
     if client is not None:
-        set_native_client(live.adapter, _CountingClient(client, live))
+        counting = _CountingClient(client, live) if live.lengths is None else _RespClient(client, live, on_out_of_step)
+        set_native_client(live.adapter, counting)
     pool = worker_pool(live.adapter)
     if pool is not None:
         set_worker_pool(live.adapter, _CountingPool(pool, live))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
+import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ NEVER_S = 10**9
 _FOLDER_ADAPTERS = ("fs", "fs_native")
 # These change what comes back, or only make sense for keys LMCache made itself.
 _REFUSED_FIELDS = ("serde", "affinity_tag")
+_FOR_TESTS = ("fault_inject", "mock")
 
 
 def build_manager(settings: ProcessSettings) -> Any:
@@ -81,14 +84,29 @@ def adapter_configs(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]
     for spec in specs:
         try:
             (config,) = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)])).adapters
-        except ImportError as error:
-            # LMCache imports all its adapters in search of the name, and then reports whichever failed last.
-            cause = f"LMCache knows no such type, or a package that it needs is missing (the last one missed: {error})"
+        except (ImportError, TypeError, ValueError) as error:
+            cause = _why_unknown(spec["type"]) or str(error)
             raise HostingError(f"L2 adapter {spec['type']!r} is not usable: {cause}") from error
-        except (TypeError, ValueError) as error:
-            raise HostingError(f"L2 adapter {spec['type']!r} is not usable: {error}") from error
         configs.append((spec["type"], config))
     return configs
+
+
+def _why_unknown(kind: str) -> str:
+    """Why LMCache has no adapter type of that name, or "" where it has. In search of it LMCache imports all, and reports what failed last."""
+    from lmcache.v1.distributed.l2_adapters.config import get_registered_l2_adapter_types
+
+    known = get_registered_l2_adapter_types()
+    if kind in known:
+        return ""
+    module = f"lmcache.v1.distributed.l2_adapters.{kind.replace('-', '_')}_l2_adapter"
+    if kind.replace("-", "_").isidentifier():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            if error.name != module:
+                return f"a package that it needs is missing: {error}"
+    usable = ", ".join(name for name in known if name not in _FOR_TESTS)
+    return f'LMCache has no such type; here it has: {usable}. Redis and Valkey are both "resp" (or "valkey")'
 
 
 def _adapter_spec(spec: dict[str, Any], settings: ProcessSettings) -> dict[str, Any]:
@@ -102,13 +120,28 @@ def _adapter_spec(spec: dict[str, Any], settings: ProcessSettings) -> dict[str, 
     folder = Path(str(spec.get("base_path") or ""))
     if not folder.is_absolute():
         raise HostingError("an L2 folder must be given as an absolute base_path")
+    _make_folder(folder, TMP_PREFIX + settings.start_id)
     if spec["type"] == "fs_native":
         return spec
     # LMCache would write <object>.tmp beside the object: two processes on one folder would write the same file, and what a
     # kill left behind could not be told from what another host is writing.
     spec.setdefault("relative_tmp_dir", TMP_PREFIX + settings.start_id)
+    return spec
+
+
+def _make_folder(folder: Path, probe: str) -> None:
+    """Make it where it is not there, and see that it can be written: a folder of that name in it is made and removed again."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (folder / probe).mkdir(mode=0o700)
+        (folder / probe).rmdir()
     except OSError as error:
-        raise HostingError(f"the L2 folder cannot be made: {error.strerror}") from error
-    return spec
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and folder.is_dir():
+            return  # what is there can be read all the same
+        if error.errno == errno.EROFS:
+            remedy = "its file system is mounted read-only: mount it writable"
+        elif error.errno in (errno.EACCES, errno.EPERM):
+            remedy = "give it to the gateway's user"
+        else:
+            remedy = "make it by hand"
+        raise HostingError(f"L2 folder {folder}: {error.strerror}; {remedy}, or name another base_path in l2") from error

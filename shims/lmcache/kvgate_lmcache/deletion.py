@@ -7,7 +7,6 @@ last hold is released. If a deadline passes before that, the object stays hidden
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence, Set
@@ -160,22 +159,12 @@ class Deletions:
                     del self._hidden[key]
 
     def _remove_damaged(self) -> None:
-        """An object an adapter has but cannot load whole would never be stored anew: `fs` skips what exists."""
+        """An object an adapter has but cannot load whole would never be stored anew: `fs` skips what exists.
+
+        Only what is known to be damaged goes. What could not be read, for whatever passing reason, may be whole.
+        """
         damaged = self._watch.take_damaged()
-        if damaged and not _can_open_files():
-            # Then none of them could be read, whole or not. One that is damaged is found again.
-            _log.error("l2_damaged_kept", objects=len(damaged), remedy="raise the limit on open files (ulimit -n)")
-            return
         for adapter, key in damaged:
             adapter.delete([key])
         if damaged:
             _log.warning("l2_damaged_removed", objects=len(damaged))
-
-
-def _can_open_files() -> bool:
-    """Whether this process has a file descriptor left."""
-    try:
-        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True

@@ -31,11 +31,15 @@ def check_version() -> None:
 
 def folder_names(adapter: Any) -> tuple[str, Callable[[Any], str]] | None:
     """For LMCache's `fs` adapter its folder and the name of a key's file in it; None for every other adapter."""
-    if type(adapter).__name__ != "FSL2Adapter":
-        return None
+    return (str(adapter._base_path), file_name) if type(adapter).__name__ == "FSL2Adapter" else None
+
+
+def file_name(key: Any) -> str:
+    """The name of a key's file in a folder of LMCache's `fs` and `fs_native` adapters."""
     from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import _object_key_to_filename
 
-    return str(adapter._base_path), _object_key_to_filename
+    name: str = _object_key_to_filename(key)
+    return name
 
 
 def native_client(adapter: Any) -> Any:
@@ -60,6 +64,18 @@ def server_name(key: Any) -> str:
 
     name: str = _object_key_to_string(key)
     return name
+
+
+def valkey_length(adapter: Any, key: Any, timeout_s: float) -> int | None:
+    """How long the value of a key of LMCache's `valkey` adapter is; None: there is none. Raises whatever its client raises."""
+    pool, name = adapter._pool, adapter._wire_key(key).encode()
+
+    def ask() -> int | None:
+        client = pool._get_client()  # one a thread of the pool
+        return int(client.strlen(name)) if client.exists([name]) else None
+
+    length: int | None = pool._executor.submit(ask).result(timeout_s)
+    return length
 
 
 def worker_pool(adapter: Any) -> Any:

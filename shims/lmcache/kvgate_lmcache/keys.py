@@ -24,6 +24,11 @@ def object_key(ref: ObjectRef) -> Any:
     return ObjectKey(ref.address, f"kvgate.v1.{ref.object_bytes}", _RANK, 0, ref.domain.hex())
 
 
+def object_bytes(key: Any) -> int:
+    """The length that ``object_key`` wrote into a key."""
+    return int(key.model_name.rpartition(".")[2])
+
+
 def canary_key() -> Any:
     """A key nothing is ever stored under, to see whether an L2 answers."""
     return ObjectKey(bytes(32), "kvgate.v1.canary", _RANK, 0, "")

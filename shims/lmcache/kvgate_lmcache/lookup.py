@@ -103,7 +103,7 @@ class L2Lookup:
             for at in self._adapters.live
             if at.lengths is not None
             for place, has in enumerate(self._by_length(at, at.lengths, refs, deadline))
-            if has is None
+            if has is None or at.out_of_step
         }
 
     def sweep(self) -> bool:

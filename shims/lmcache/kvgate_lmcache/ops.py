@@ -73,7 +73,7 @@ class StorageOps:
         self.watch = L2Watch()
         self.watch.expected = self.has_l2
         self.watch.attach(self._l1, internals.store_controller)
-        self._adapters = L2Adapters(manager, l2_configs, lambda live: self.watch.attach_adapter(live.adapter))
+        self._adapters = L2Adapters(manager, l2_configs, lambda live: self.watch.attach_adapter(live.adapter, live.damaged))
         self._adapters.on_gone(lambda live: self.watch.forget_adapter(live.adapter))
         self._lookup = L2Lookup(self._adapters, self.watch.damaged)
         self._fetcher = Fetcher(manager, self._l1, self._lock, pool_bytes)

@@ -18,7 +18,10 @@ from lmcache.v1.distributed.internal_api import L1ManagerListener
 from .clock import Deadline
 from .internals import register_first
 
-_MAX_DAMAGED = 4096
+_MAX_DAMAGED = 4096  # as many failed loads, too
+
+Judge = Callable[[Any], bool]
+"""Whether an adapter's object of that key, which it did not load, is damaged for certain."""
 _LOG_EVERY_S = 10.0
 
 _log = structlog.get_logger(__name__)
@@ -33,6 +36,7 @@ class L2Watch(L1ManagerListener):
         self._storing: Counter[Any] = Counter()  # handed to an adapter, no answer yet
         self._stores: dict[Any, dict[int, list[Any]]] = {}
         self._damaged: deque[tuple[Any, Any]] = deque(maxlen=_MAX_DAMAGED)
+        self._not_loaded: deque[tuple[Any, Any, Judge]] = deque(maxlen=_MAX_DAMAGED)
         self._next_log = Deadline(0.0)
         self.expected = True  # whether objects are meant to reach an L2
         self.stored_objects = 0
@@ -55,11 +59,11 @@ class L2Watch(L1ManagerListener):
 
         store_controller._process_new_keys = process_and_tell
 
-    def attach_adapter(self, adapter: Any) -> None:
-        """Watch one more adapter."""
+    def attach_adapter(self, adapter: Any, judge: Judge) -> None:
+        """Watch one more adapter. A load that fails says nothing of the object: ``judge`` does, later and on another thread."""
         self._stores[adapter] = {}
         self._watch_stores(adapter, self._stores[adapter])
-        self._watch_loads(adapter)
+        self._watch_loads(adapter, judge)
 
     def forget_adapter(self, adapter: Any) -> None:
         """The adapter was taken out: what it was still given to store has failed."""
@@ -105,14 +109,15 @@ class L2Watch(L1ManagerListener):
 
     def has_damaged(self) -> bool:
         """Whether ``take_damaged`` would return something."""
-        return bool(self._damaged)
+        return bool(self._damaged or self._not_loaded)
 
     def take_damaged(self) -> list[tuple[Any, Any]]:
-        """(adapter, key) of objects an adapter said it has and could not load whole, since the last call."""
+        """(adapter, key) of objects found damaged since the last call. Looks at what could not be loaded: may block."""
         with self._changed:
-            taken = list(self._damaged)
+            taken, not_loaded = list(self._damaged), list(self._not_loaded)
             self._damaged.clear()
-        return taken
+            self._not_loaded.clear()
+        return taken + [(adapter, key) for adapter, key, judge in not_loaded if judge(key)]
 
     # LMCache's listener interface; called under the L1 manager's lock.
 
@@ -179,7 +184,7 @@ class L2Watch(L1ManagerListener):
         adapter.submit_store_task = submit_and_note
         adapter.pop_completed_store_tasks = pop_and_note
 
-    def _watch_loads(self, adapter: Any) -> None:
+    def _watch_loads(self, adapter: Any, judge: Judge) -> None:
         submit, query = adapter.submit_load_task, adapter.query_load_result
         loads: dict[int, list[Any]] = {}
 
@@ -197,7 +202,7 @@ class L2Watch(L1ManagerListener):
                 keys = loads.pop(task, [])
                 failed = [key for index, key in enumerate(keys) if not result.test(index)]
                 self.load_failed_objects += len(failed)
-                self._damaged.extend((adapter, key) for key in failed)
+                self._not_loaded.extend((adapter, key, judge) for key in failed)
             self._tell("l2_load_failed", len(failed))
             if failed:
                 self.on_change()
