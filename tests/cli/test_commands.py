@@ -130,12 +130,31 @@ def test_bad_credentials_file_is_code_2(content: str | None, tmp_path: Path, cap
     assert "0000" not in err
 
 
-def test_status_without_a_gateway_is_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no gateway answers, status says so and what to do, and exits with 1."""
-    assert main(["status", "--state-dir", str(tmp_path)]) == 1
+@pytest.mark.parametrize(
+    ("address", "says"), [("127.0.0.1", "another program listens there"), ("192.0.2.1", "an address and a port of this host")]
+)
+def test_an_admin_port_that_is_not_to_be_had_is_code_2(
+    address: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names setting, source and remedy; nothing has been started before it, the secret not even made."""
+    with socket.create_server(("127.0.0.1", 0)) as other, tempfile.TemporaryDirectory(prefix="kvg-") as state:
+        places = ["--state-dir", state, "--data-dir", str(tmp_path / "d"), "--backend", "memory"]
+        assert main(["serve", *places, "--admin-tcp", f"{address}:{other.getsockname()[1]}"]) == 2
     err = capsys.readouterr().err
-    assert "no gateway answers" in err
-    assert "kvgate serve" in err
+    assert "admin_tcp (flag): " in err
+    assert says in err
+    assert "Errno" not in err
+    assert not (tmp_path / "d" / "secret").exists()
+
+
+def test_status_without_a_gateway_is_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no gateway answers, status, explain and verify say so, why in plain words, and what to do."""
+    for command, code in ((["status"], 1), (["explain", "--last"], 1), (["verify"], 2)):
+        assert main([*command, "--state-dir", str(tmp_path)]) == code
+        err = capsys.readouterr().err
+        assert "no gateway answers" in err
+        assert "(there is no such socket)" in err
+        assert "kvgate serve" in err
 
 
 def test_status_of_a_stale_socket_is_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +163,7 @@ def test_status_of_a_stale_socket_is_code_1(tmp_path: Path, capsys: pytest.Captu
     listener.bind(str(tmp_path / "admin.sock"))
     listener.close()
     assert main(["status", "--state-dir", str(tmp_path)]) == 1
+    assert "(nobody listens there any more)" in capsys.readouterr().err
     (tmp_path / "admin.sock").unlink()
     (tmp_path / "admin.sock").write_text("no socket")
     assert main(["status", "--state-dir", str(tmp_path), "--json"]) == 1

@@ -392,3 +392,18 @@ def test_a_request_of_a_callback_is_sent(client: GatewayClient, socket: Path) ->
         asked: Future[Future[Record]] = Future()
         client.submit(RELEASE, 5).add_done_callback(lambda _reply: asked.set_result(client.submit(RELEASE, 5)))
         assert asked.result(5).result(5) == Done()
+
+
+@pytest.mark.parametrize(("role", "said"), [("scheduler", 1), ("worker", 0), ("client", 1)])
+def test_a_gateway_that_is_not_there_is_told_once(socket: Path, caplog: pytest.LogCaptureFixture, role: str, said: int) -> None:
+    """One warning in plain words, however often it is tried; an engine's workers leave it to their scheduler."""
+    made = GatewayClient(str(socket), role)
+    with caplog.at_level("WARNING"):
+        made.start()
+        until = time.monotonic() + 5
+        while not made.trouble and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.3)  # some more tries
+        made.close()
+    assert "no gateway answers (there is no such socket)" in made.trouble
+    assert sum("no gateway answers" in record.getMessage() for record in caplog.records) == said

@@ -19,6 +19,7 @@ from kvgate.storage.lmcache import LMCacheBackend, LMCacheConfig
 from kvgate.storage.lmcache_settings import MODULE, TMP_PREFIX
 from kvgate.storage.pool import SHM_DIR
 from kvgate.storage.run_folder import RunFolder, RunRecord, process_started, storage_processes
+from tests import mounts
 from tests.storage.conftest import needs_lmcache
 from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, freeze, new_ref
 
@@ -318,11 +319,12 @@ async def test_another_lmcache_release_is_refused_by_name(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("adapter", "expected"),
     [
-        ({"type": "no_such_adapter"}, "'no_such_adapter' is not usable: LMCache knows no such type"),
+        ({"type": "no_such_adapter"}, "fs, fs_native,"),
+        ({"type": "redis"}, 'Redis and Valkey are both "resp"'),
         ({"type": "fs"}, "base_path"),
         ({"type": "fs", "base_path": ""}, "base_path"),
         ({"base_path": "/tmp/x"}, "type"),
-        ({"type": "fs", "base_path": "/proc/nowhere/l2"}, "L2"),
+        ({"type": "fs", "base_path": "/proc/nowhere/l2"}, "L2 folder /proc/nowhere/l2: No such file"),
         ({"type": "fs", "base_path": "/tmp/kvgate-never-made", "serde": {"type": "fp8"}}, "serde"),
         ({"type": "fs", "base_path": "/tmp/kvgate-never-made", "affinity_tag": "x"}, "affinity_tag"),
     ],
@@ -337,6 +339,15 @@ async def test_an_unusable_l2_adapter_is_refused_with_its_reason(
     assert record is not None
     assert not list(SHM_DIR.glob(f"*{record.start_id}*"))
     assert not list((tmp_path / "storage").glob("*.sock"))
+
+
+async def test_a_read_only_l2_folder_is_refused_with_its_path_and_the_remedy(tmp_path: Path) -> None:
+    """The operator reads which folder it is, and what to do, before LMCache is started."""
+    with mounts.small_disk(tmp_path / "l2", "1m") as folder:
+        await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", folder], check=True)
+        reason = await refusal(config(tmp_path / "state", l2_adapters=({"type": "fs", "base_path": str(folder)},)))
+    assert str(folder) in reason
+    assert "mount it writable" in reason
 
 
 async def test_a_pool_larger_than_shared_memory_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import aiohttp
 
 from kvgate.cli.options import add_config_flags, config_from
+from kvgate.client.errors import unreachable
 from kvgate.config import Config, ConfigError
 from kvgate.protocol.messages import REFERENCE_DIGITS
 
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         misses = asyncio.run(_ask(config, args.reference, args.last))
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         print(
-            f"kvgate: no gateway answers at {config.admin_path} ({type(error).__name__}).\n"
+            f"kvgate: no gateway answers at {config.admin_path} ({unreachable(error)}).\n"
             f"Start one with `kvgate serve`, or name its state directory with --state-dir.",
             file=sys.stderr,
         )

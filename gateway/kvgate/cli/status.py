@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from kvgate.cli.options import add_config_flags, config_from
+from kvgate.client.errors import unreachable
 from kvgate.config import Config, ConfigError
 
 TIMEOUT_S = 5.0
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         status = asyncio.run(_ask(config))
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         print(
-            f"kvgate: no gateway answers at {config.admin_path} ({type(error).__name__}).\n"
+            f"kvgate: no gateway answers at {config.admin_path} ({unreachable(error)}).\n"
             f"Start one with `kvgate serve`, or name its state directory with --state-dir.",
             file=sys.stderr,
         )

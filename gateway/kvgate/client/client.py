@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, TypeVar, cast
 
-from kvgate.client.errors import GatewayRefused, GatewayUnavailable
+from kvgate.client.errors import GatewayRefused, GatewayUnavailable, unreachable
 from kvgate.client.wire import Reply, Wire, settled
 from kvgate.contract.record import Record
 from kvgate.protocol.messages import Hello, Welcome
@@ -226,7 +226,9 @@ class GatewayClient:
             welcome = cast(Welcome, await wire.call(self._hello, CONNECT_S))
         except (OSError, TimeoutError, GatewayUnavailable) as error:
             outcome = "" if self._hello.role == "client" else "; running without it"  # a client has nothing to do without it
-            self._say(f"no gateway answers ({type(error).__name__}){outcome}")
+            # Of an engine its scheduler says it, for all of its workers.
+            level = logging.DEBUG if self._hello.role == "worker" else logging.WARNING
+            self._say(f"no gateway answers ({unreachable(error)}){outcome}", level)
             wire.close()
             return None
         except GatewayRefused as error:
@@ -263,7 +265,7 @@ class GatewayClient:
             return False
         return True
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, level: int = logging.WARNING) -> None:
         if text != self._said:
             self._said = text
-            LOGGER.warning("kvgate: %s", text)
+            LOGGER.log(level, "kvgate: %s", text)

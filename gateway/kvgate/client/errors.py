@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
 from kvgate.protocol.messages import Failure
+
+_WORDS: Final = {
+    errno.ENOENT: "there is no such socket",
+    errno.ENOTDIR: "there is no such socket",
+    errno.ECONNREFUSED: "nobody listens there any more",
+    errno.EACCES: "it belongs to another user",
+    errno.EPERM: "it belongs to another user",
+}
 
 
 class GatewayUnavailable(Exception):
@@ -33,3 +44,12 @@ class NotStored(Exception):
         self.tokens = tokens
         self.wanted = wanted
         super().__init__(f"{tokens} of {wanted} tokens are stored; let an engine compute the prompt first")
+
+
+def unreachable(error: BaseException) -> str:
+    """Why nothing answers at a gateway's socket, in words for whoever started the program."""
+    if isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno == errno.ETIMEDOUT):
+        return "there was no answer in time"
+    if isinstance(error, GatewayUnavailable):
+        return str(error)
+    return _WORDS.get(getattr(error, "errno", None) or 0, "it does not answer as a gateway does")

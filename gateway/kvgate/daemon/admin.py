@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +14,7 @@ import structlog
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from kvgate.config import ConfigError
 from kvgate.daemon.listening import ACCEPTS_A_TURN, let_wait
 from kvgate.daemon.state_dir import make_private
 
@@ -46,17 +49,32 @@ class AdminServer:
         self._servers: list[asyncio.Server] = []
         self._sweeping: asyncio.Task[None] | None = None
 
-    async def start(self, path: Path, tcp: str) -> None:
-        """Listen on the unix socket ``path`` (mode 0600) and, where given, on ``tcp`` (HOST:PORT)."""
+    async def take_port(self, tcp: str) -> None:
+        """Have ``tcp`` (HOST:PORT) where given, without answering there yet. Raises ``ConfigError``."""
+        if not tcp:
+            return
+        host, _, port = tcp.rpartition(":")
+        address = (host.strip("[]") or "127.0.0.1", int(port))
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                self._connection, *address, backlog=ACCEPTS_A_TURN, start_serving=False
+            )
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            remedy = "another program listens there; name another port" if taken else "name an address and a port of this host"
+            # What asyncio says of a bind has the address in it once more; a name that is not found has no errno of the system's.
+            problem = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+            raise ConfigError(f"{tcp}: {problem}; {remedy}", "admin_tcp") from error
+        self._servers.append(server)
+
+    async def start(self, path: Path) -> None:
+        """Listen on the unix socket ``path`` (mode 0600), and on the port that was taken."""
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         self._servers.append(await loop.create_unix_server(self._connection, str(path), backlog=ACCEPTS_A_TURN))
         make_private(path)
-        if tcp:
-            host, _, port = tcp.rpartition(":")
-            address = (host.strip("[]") or "127.0.0.1", int(port))
-            self._servers.append(await loop.create_server(self._connection, *address, backlog=ACCEPTS_A_TURN))
         for server in self._servers:
+            await server.start_serving()
             let_wait(server)
         self._sweeping = asyncio.create_task(self._sweep())
 

@@ -69,6 +69,7 @@ class Gateway:
         self._state_dir.acquire()
         try:
             self._data_lock.acquire()
+            await self._admin.take_port(config.admin_tcp)  # what can't be had is told before anything is started
             keys = load_or_create(config.secret_path)
             previous = load_previous(config.previous_secret_paths(), keys)
             self._previous_secrets = len(previous)
@@ -145,7 +146,7 @@ class Gateway:
                 max_sessions=config.max_sessions,
                 max_requests_per_session=config.max_requests_per_session,
             )
-            await self._admin.start(config.admin_path, config.admin_tcp)
+            await self._admin.start(config.admin_path)
             await self._server.start(config.socket_path)
         except BaseException:
             await self.stop()

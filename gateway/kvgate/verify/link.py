@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvgate.client.client import product_build
-from kvgate.client.errors import GatewayRefused, GatewayUnavailable
+from kvgate.client.errors import GatewayRefused, GatewayUnavailable, unreachable
 from kvgate.client.wire import Wire
 from kvgate.contract.encoding import encode
 from kvgate.contract.errors import ContractError
@@ -68,7 +68,7 @@ class Links:
             welcome = await wire.call(hello(role), CONNECT_S)
         except (OSError, TimeoutError, GatewayUnavailable) as error:
             raise CannotRun(
-                f"no gateway answers at {self._path} ({type(error).__name__}); start one with `kvgate serve`, or name its "
+                f"no gateway answers at {self._path} ({unreachable(error)}); start one with `kvgate serve`, or name its "
                 "state directory with --state-dir"
             ) from error
         except GatewayRefused as error:
@@ -103,7 +103,7 @@ class Links:
         except GatewayRefused as error:
             return f"refused: {error.code}" if error.code == "version" else ""
         except (OSError, TimeoutError, GatewayUnavailable) as error:
-            raise CannotRun(f"the gateway was lost on the way ({type(error).__name__})") from error
+            raise CannotRun(f"the gateway was lost on the way ({unreachable(error)})") from error
         finally:
             wire.close()
         return ""
@@ -140,7 +140,7 @@ class Links:
                 finally:
                     writer.transport.abort()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ContractError) as error:
-            raise CannotRun(f"the gateway was lost on the way ({type(error).__name__})") from error
+            raise CannotRun(f"the gateway was lost on the way ({unreachable(error)})") from error
 
 
 async def _failures(reader: asyncio.StreamReader, first: int, count: int) -> list[Failure | None]:

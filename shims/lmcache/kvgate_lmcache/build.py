@@ -92,7 +92,10 @@ def adapter_configs(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]
 
 
 def _why_unknown(kind: str) -> str:
-    """Why LMCache has no adapter type of that name, or "" where it has. In search of it LMCache imports all, and reports what failed last."""
+    """Why LMCache has no adapter type of that name, or "" where it has.
+
+    In search of a name LMCache imports all its adapters, and then reports whichever failed last: that says nothing of the name.
+    """
     from lmcache.v1.distributed.l2_adapters.config import get_registered_l2_adapter_types
 
     known = get_registered_l2_adapter_types()
