@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 import time
@@ -57,14 +58,24 @@ def worker(path: Path, answer: Callable[[], Record | None], monkeypatch: pytest.
             return Registered(handle=HANDLE, sealed=True, missing_ranks=0)
         return answer() if isinstance(message, AttachPages) else Done() if isinstance(message, KeepWrites) else None
 
+    with answered(path, script, monkeypatch) as (made, _):
+        yield made
+
+
+@contextmanager
+def answered(
+    path: Path, script: Callable[[Record], Record | None], monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> Iterator[tuple[WorkerSide, ScriptedGateway]]:
+    """A worker, and the gateway that answers it as ``script`` says."""
     monkeypatch.setattr(worker_side, "describe_engine", lambda *_: None)
     monkeypatch.setattr(worker_side, "worker_form", lambda *_: Form())
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="engine"))
-    settings = ConnectorSettings(endpoint=str(path / "g.sock"), transfer="gateway", register_ms=1000 * REGISTER_S)
-    with ScriptedGateway(path / "g.sock", script, dataclasses.replace(WELCOME, wire=2)):
+    values: dict[str, Any] = {"transfer": "gateway", "register_ms": 1000 * REGISTER_S}
+    settings = ConnectorSettings(endpoint=str(path / "g.sock"), **(values | changes))
+    with ScriptedGateway(path / "g.sock", script, dataclasses.replace(WELCOME, wire=2)) as gateway:
         made = WorkerSide(config, None, EngineState(), settings)
         assert made._client.wait_connected(WAIT_S)
-        yield made
+        yield made, gateway
         made._client.close()
 
 
@@ -122,3 +133,33 @@ def test_an_engine_does_not_wait_longer_for_a_gateway_that_is_not_there(
         monkeypatch.setattr(made._registered, "wait", wait)
         made.register_kv_caches(pages())
     assert waits == [REGISTER_S]
+
+
+@pytest.mark.parametrize(("transfer", "who"), [("gateway", "the gateway copies"), ("worker", "this worker copies, by ")])
+def test_the_log_tells_once_that_it_works_and_who_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transfer: str, who: str
+) -> None:
+    """One line when a worker is registered and its pages attached, and one when a gateway that was lost is back."""
+
+    def script(message: Record) -> Record:
+        if isinstance(message, RegisterWorker):
+            return Registered(handle=HANDLE, sealed=True, missing_ranks=0)
+        return PagesAttached(worker=os.getpid(), mover=os.getpid()) if isinstance(message, AttachPages) else Done()
+
+    def lines(count: int) -> list[str]:
+        until = time.monotonic() + WAIT_S
+        while True:
+            found = [text for record in caplog.records if "registered; " in (text := record.getMessage())]
+            if len(found) >= count or time.monotonic() > until:
+                return found
+            time.sleep(0.02)
+
+    monkeypatch.setattr(worker_side.LOGGER, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("INFO"), answered(tmp_path, script, monkeypatch, transfer=transfer) as (made, gateway):
+        made.register_kv_caches(pages())
+        (first,) = lines(1)
+        assert first.startswith(f"kvgate: registered; {who}")
+        gateway.drop_connections()
+        again = lines(2)[1:]
+        assert [line.startswith(f"kvgate: the gateway is back: registered; {who}") for line in again] == [True]

@@ -42,6 +42,8 @@ class Ways:
         self._lending: Lending | None = None
         self.attaching = False
         """Whether the gateway is being asked to map the pages right now."""
+        self.who_copies = ""
+        """In words for the log, of the latest ``transfers``."""
 
     @property
     def must_lend(self) -> bool:
@@ -80,14 +82,14 @@ class Ways:
                     raise
                 LOGGER.warning("kvgate: the gateway does not move our pages (%s); this worker copies by itself", error)
             else:
-                LOGGER.info("kvgate: pages are moved by the gateway")
+                self.who_copies = "the gateway copies"
                 payload_bytes, attach_s = form.payload(welcome).payload_bytes, settings.attach_ms / 1000
                 return GatewayTransfers(self._client, self._lending, payload_bytes, deadlines, attach_s)
             finally:
                 self.attaching = False
         packers = self._packers_for(form, welcome)
         info = packers.any.describe()
-        LOGGER.info("kvgate: pages move by %s (%s), %d threads", info.name, info.reason, info.threads)
+        self.who_copies = f"this worker copies, by {info.name} ({info.reason}), {info.threads} threads"
         return Transfers(self._client, self._pools, packers, order, deadlines, self._held)
 
     def mark(self) -> Mark | None:

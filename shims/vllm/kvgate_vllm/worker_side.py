@@ -68,6 +68,8 @@ class WorkerSide:
         self._form: WorkerForm | None = None
         self._registration: Registration | None = None
         self._announced: Registration | None = None
+        self._said_on = 0
+        """The connection on which the log was told last that this worker is registered."""
         self._registered = threading.Event()
         self._confirmed: dict[bytes, ArtifactSet] = {}
         self._confirmed_on = 0
@@ -169,6 +171,9 @@ class WorkerSide:
             await call(Revoke(handle=reply.handle), CALL_S)
             return
         self._registered.set()
+        back = self._said_on not in (0, connection)
+        self._said_on = connection
+        LOGGER.info("kvgate: %sregistered; %s", "the gateway is back: " if back else "", self._ways.who_copies)
         if previous is not None and welcome.wire < KEEPS_WRITES:
             previous.abort_unsettled(welcome.boot)
 
