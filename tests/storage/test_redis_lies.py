@@ -124,3 +124,29 @@ async def test_one_value_of_another_length_costs_no_other(remote: Remote, more: 
     assert [remote.client.strlen(name) for name in names] == [70_000] * OBJECTS
     assert await remote.store.counter("holds") == 0
     await remote.store.clean_up()
+
+
+async def test_what_a_lie_left_in_the_connection_is_never_an_object(remote: Remote) -> None:
+    """A value of another length that looks like the answer to the next GET: none of the objects asked for with it gets its bytes.
+
+    They would be refused as forged further up, and the good objects of those names deleted.
+    """
+    refs = [new_ref(70_000) for _ in range(OBJECTS)]
+    await remote.store.put(*refs)
+    await remote.store.push_out_of_l1()
+    names = [remote.name(ref) for ref in refs]
+    renewals = await remote.store.counter("l2_adapter_renewals")
+    remote.client.set(OTHER, b"$70000\r\n" + b"f" * 70_000 + b"\r\n")
+    remote.between.lie_about, remote.between.lies = names[0], 0
+    for ref, held in zip(refs, await remote.store.acquire(*refs), strict=True):
+        assert held is None or remote.store.bytes_at(held.slot) == content(ref)
+    assert remote.between.lies == 1
+    await remote.store.clean_up()
+    await remote.store.push_out_of_l1()
+    for ref in refs[1:]:
+        assert await remote.store.read(ref) in (None, content(ref))
+    remote.between.lie_about = b""
+    if remote.kind == "resp":
+        await remote.store.until("l2_adapter_renewals", renewals + 1)
+    assert [remote.client.strlen(name) for name in names] == [70_000] * OBJECTS
+    await remote.store.clean_up()
