@@ -36,6 +36,18 @@ def test_help_lists_every_setting(command: str, capsys: pytest.CaptureFixture[st
         assert field.metadata["help"].split(";")[0].split(",")[0] in out
 
 
+@pytest.mark.parametrize("command", ["explain", "verify"])
+def test_help_of_what_asks_a_gateway_is_short(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags that such a command does not use are taken (one set of flags for all commands), but not listed around its own."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert "--state-dir" in out
+    assert "--config" in out
+    assert "--pool-bytes" not in out
+    assert "--max-leases" not in out
+
+
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     """The top help names all commands."""
     with pytest.raises(SystemExit):

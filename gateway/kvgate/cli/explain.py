@@ -109,7 +109,7 @@ def add_parser(commands: Any) -> None:
         help=f"the N latest misses instead, the newest first ({DEFAULT_LAST} unless given)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list")
-    add_config_flags(parser)
+    add_config_flags(parser, shown=("state_dir",))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from kvgate.cli.options import config_from
+from kvgate.cli.options import add_config_flags, config_from
 from kvgate.config import Config, ConfigError
 from kvgate.verify import runs, table
 from kvgate.verify.bar import Bar
@@ -64,11 +63,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="rows to check, as a shell pattern")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--run-file", metavar="FILE", help="where a planted run is remembered (default: in data_dir)")
-    parser.add_argument("--config", metavar="FILE", help="TOML file with settings (also $KVGATE_CONFIG)")
-    for field in dataclasses.fields(Config):
-        help_text = field.metadata["help"].replace("%", "%%") if field.name in SHOWN else argparse.SUPPRESS
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, dest=f"setting_{field.name}", metavar="VALUE", help=help_text)
+    add_config_flags(parser, SHOWN)
 
 
 def run(args: argparse.Namespace) -> int:
