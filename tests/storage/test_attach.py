@@ -8,17 +8,22 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
+from kvgate.daemon.app import Gateway
 from kvgate.storage.attach import AttachedBackend
 from kvgate.storage.backend import PoolInfo, StorageBackend, StorageUnavailable
 from kvgate.storage.lmcache import LMCacheConfig
 from kvgate.storage.pool import pool_path
+from kvgate.verify import runs
+from kvgate.verify.results import Outcome, Progress, Report
 from tests.children import child, die_with_parent
+from tests.daemon.conftest import small_config
 from tests.storage.conftest import needs_lmcache
 from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref, overlap
 from tests.storage.servers import Server, free_port, lmcache_server
@@ -111,6 +116,24 @@ async def test_the_pool_is_the_servers(server: Server, tmp_path: Path) -> None:
         assert store.backend.pool.generation != first.generation
         assert (await store.hold(ref)).tier == "l1"
         assert await store.read(ref) == content(ref)
+
+
+async def test_a_gateway_on_an_attached_server_keeps_what_it_stores_apart(server: Server) -> None:
+    """Control plane, module and server together, through the protocol alone: what `kvgate verify` stores is found, removed from single
+    tiers, loaded with the same bytes from the pool and from the server's L2, refused to others, and gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="kvg-") as name:
+        folder, report = Path(name), Report()
+        gateway = Gateway(small_config(folder), backend_at(server.port, folder / "state"))
+        await gateway.start()
+        try:
+            where = runs.Target(gateway.config.socket_path, gateway.config.admin_path, (), ("same request", "access.salt"))
+            await runs.whole(where, folder / "run.json", report, Progress())
+        finally:
+            await gateway.stop()
+    assert report.backend == "attach"
+    assert report.tiers == ["l1", "shared memory", "l2.0 fs"]
+    assert {row.name: row.outcome for row in report.rows if row.outcome is not Outcome.PASS} == {}
+    assert {"same request", "access.salt", "everything planted is removed"} <= {row.name for row in report.rows}
 
 
 async def test_one_gateway_at_a_time(server: Server, tmp_path: Path) -> None:
