@@ -63,7 +63,7 @@ async def worker_process(gateway: Gateway, what: str) -> AsyncIterator[tuple[asy
         await process.wait()
 
 
-@pytest.mark.parametrize("what", ["same", "newer", "other"])
+@pytest.mark.parametrize("what", ["same", "newer", "other", "second"])
 async def test_live_engine_keeps_its_rank(gateway: Gateway, what: str) -> None:
     """Another process with the engine_id of a live engine is refused with what mends it, whatever it loaded; the first one works on."""
     engine = await Engine.start(gateway.config.socket_path)

@@ -109,6 +109,11 @@ class Registration:
         self.live[rank] = session
         self.processes[rank] = process
 
+    def whole_without(self, process: Process) -> bool:
+        """Whether living processes speak for all ranks, and ``process`` is none of them."""
+        holders = [self.processes[rank] for rank in self.live]
+        return len(holders) == self.ranks and process not in holders and all(holder.lives() for holder in holders)
+
     def leave(self, rank: Rank) -> None:
         """Nobody speaks for ``rank`` any more."""
         self.live.pop(rank, None)
@@ -236,6 +241,7 @@ class Registry:
     def _require_own_rank(self, report: RegisterWorker, process: Process, domain: bytes) -> None:
         """Raise ``Refused`` where another process speaks for this rank and lives: that is another engine, and nothing of its changes.
 
+        So is one of which all ranks live and this process has none, whatever rank it reports: an engine has no other workers.
         Ranks of processes that have ended are missing from now on, whether or not their connections were seen to close: another
         process may hold a copy of one, and the engine's next start must not wait for that.
         """
@@ -246,7 +252,8 @@ class Registry:
             for one in [one for one in registration.live if registration.processes[one].ended()]:
                 registration.leave(one)
             holder = registration.processes.get(rank)
-            if rank in registration.live and holder is not None and holder != process and holder.lives():
+            taken = rank in registration.live and holder is not None and holder != process and holder.lives()
+            if taken or registration.whole_without(process):
                 raise Refused(
                     "denied",
                     "another running process is registered as this rank of an engine with this engine_id",
