@@ -344,7 +344,7 @@ async def test_an_unusable_l2_adapter_is_refused_with_its_reason(
 async def test_a_read_only_l2_folder_is_refused_with_its_path_and_the_remedy(tmp_path: Path) -> None:
     """The operator reads which folder it is, and what to do, before LMCache is started."""
     with mounts.small_disk(tmp_path / "l2", "1m") as folder:
-        await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", folder], check=True)
+        await asyncio.to_thread(subprocess.check_call, ["mount", "-o", "remount,ro", str(folder)])
         reason = await refusal(config(tmp_path / "state", l2_adapters=({"type": "fs", "base_path": str(folder)},)))
     assert str(folder) in reason
     assert "mount it writable" in reason

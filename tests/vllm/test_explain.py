@@ -81,6 +81,14 @@ def test_rest_after_a_hit_is_explained(engine: Engine) -> None:
     assert (told["restored_tokens"], told["outcome"], told["miss"]) == (256, "hit", ["absent"])
 
 
+def test_what_the_engine_holds_itself_is_told(engine: Engine) -> None:
+    """The same prompt once more: vLLM's own prefix cache has all of it, and the reply says that in place of a miss."""
+    assert ask(engine, PROMPT, salt="held")["outcome"] == "miss"
+    reply = ask_all(engine, [PROMPT], salt="held", max_tokens=1)[0]
+    assert reply.cached >= 512
+    assert reply.kvgate == {"restored_tokens": 0, "outcome": "held by the engine"}
+
+
 def test_short_prompt_is_below_one_chunk(engine: Engine, gateway_process: GatewayProcess) -> None:
     """Below one chunk nobody is asked, and the reply says so."""
     before = explained(gateway_process, "--last", "99999")
