@@ -110,3 +110,22 @@ async def test_killed_engine_starts_again_at_once(gateway: Gateway, changes: dic
     await asyncio.sleep(0.1)
     assert len(await engine.restore("x")) == 1
     await engine.close()
+
+
+async def test_start_waits_for_what_is_left_of_the_one_before(gateway: Gateway) -> None:
+    """While a rank of a killed engine still dies, the next start is told to ask again, and mixes with nothing; then it registers."""
+    path, plan = gateway.config.socket_path, makers.plan(2)
+    async with worker_process(gateway, "first") as (first, _), worker_process(gateway, "second") as (second, said):
+        assert said.startswith("registered")
+        await ranks_are(gateway, "2/2")
+        first.kill()
+        await first.wait()
+        for changes in ({}, {"generation": 1}, {"generation": 1, "model": makers.model("other weights")}):
+            async with denied("denied", "engine"):
+                await Engine(path, makers.report(plan=plan, **changes), None).join(0)
+        second.kill()
+        await second.wait()
+    engine = await Engine.start(path, tp=2)
+    await engine.store("x")
+    assert len(await engine.restore("x", rank=1)) == 1
+    await engine.close()

@@ -1,8 +1,9 @@
 """An engine's only worker in a process of its own: reports once, prints what it is told, then waits for the end of its standard input.
 
-Usage: python -m tests.daemon.worker_process SOCKET same|newer|other|second|share
-The report is that of the tests' engine, of its next generation, of other weights, or of the second rank of an engine of two. "share":
-as "same", and a child process has a copy of the connection, so that it stays open when this process is killed; its id is printed too.
+Usage: python -m tests.daemon.worker_process SOCKET same|newer|other|first|second|share
+The report is that of the tests' engine, of its next generation, of other weights, or of the first or second rank of an engine of
+two, of its next generation. "share": as "same", and a child process has a copy of the connection, so that it stays open when this
+process is killed; its id is printed too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.daemon.wire import Denied
 CHANGES: dict[str, dict[str, Any]] = {
     "newer": {"generation": 1},
     "other": {"model": makers.model("other weights")},
-    "second": {"plan": makers.plan(2), "tp_rank": 1},
+    "first": {"plan": makers.plan(2), "generation": 1},
+    "second": {"plan": makers.plan(2), "generation": 1, "tp_rank": 1},
 }
 
 

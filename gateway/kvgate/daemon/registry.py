@@ -241,7 +241,8 @@ class Registry:
     def _require_own_rank(self, report: RegisterWorker, process: Process, domain: bytes) -> None:
         """Raise ``Refused`` where another process speaks for this rank and lives: that is another engine, and nothing of its changes.
 
-        So is one of which all ranks live and this process has none, whatever rank it reports: an engine has no other workers.
+        So is one of which all ranks live and this process has none, whatever rank it reports: an engine has no other workers. And an
+        earlier start of which only this rank's process has ended: the new one must not be mixed with what is left of it.
         Ranks of processes that have ended are missing from now on, whether or not their connections were seen to close: another
         process may hold a copy of one, and the engine's next start must not wait for that.
         """
@@ -253,7 +254,8 @@ class Registry:
                 registration.leave(one)
             holder = registration.processes.get(rank)
             taken = rank in registration.live and holder is not None and holder != process and holder.lives()
-            if taken or registration.whole_without(process):
+            left = holder is not None and holder != process and holder.ended() and bool(registration.live)
+            if taken or left or registration.whole_without(process):
                 raise Refused(
                     "denied",
                     "another running process is registered as this rank of an engine with this engine_id",
@@ -303,6 +305,8 @@ class Registry:
         if registration.revoked and any(process.lives() for process in registration.processes.values()):
             registration.require_sealed()
         self._forget(handle)
+        # Those that ended were of an earlier start, and say nothing of this one.
+        registration.processes = {rank: process for rank, process in registration.processes.items() if not process.ended()}
         return None if registration.revoked else registration
 
     def _require_agreement(self, registration: Registration, report: RegisterWorker) -> None:
