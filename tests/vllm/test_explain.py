@@ -16,7 +16,7 @@ from tests.vllm.gateway import KVGATE, START_S, GatewayProcess
 pytestmark = pytest.mark.timeout(600)
 
 PROMPT = prompt_tokens(600)
-TOKENS = 24
+TOKENS = 96
 """Enough steps for the explanation to arrive before the end."""
 
 
