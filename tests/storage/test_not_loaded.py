@@ -71,11 +71,14 @@ class Folder:
 
     def load(self) -> bool:
         """Load the object; whether that worked."""
-        task = self._adapter.submit_load_task([self._key], [SimpleNamespace(byte_array=memoryview(bytearray(OBJECT_BYTES)))])
+        # Ours to keep until the answer: a native adapter's threads write to it and hold no reference.
+        target = SimpleNamespace(byte_array=memoryview(bytearray(OBJECT_BYTES)))
+        task = self._adapter.submit_load_task([self._key], [target])
         ends_at = time.monotonic() + WAIT_S
         while (result := self._adapter.query_load_result(task)) is None:
             assert time.monotonic() < ends_at, "no answer"
             time.sleep(0.001)
+        del target
         return bool(result.test(0))
 
     def sweep(self) -> None:
