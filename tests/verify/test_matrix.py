@@ -151,10 +151,10 @@ async def test_a_gateway_that_lets_any_worker_load_fails(
 ) -> None:
     """A lease that holds its chunks is of no use to workers of another engine, nor of another domain."""
 
-    async def any_lease(session: object, leases: LeaseTable, token: bytes, adapter_wait_s: float) -> Lease:
+    def any_lease(session: object, leases: LeaseTable, token: bytes) -> Lease:
         return leases.get(token)
 
-    monkeypatch.setattr(service, "worker_lease", any_lease)
+    monkeypatch.setattr(service, "known_lease", any_lease)
     name = "a held lease in another engine's hands"
     assert failed(await verified(gateway, tmp_path, name)) == {name}
 
@@ -162,13 +162,13 @@ async def test_a_gateway_that_lets_any_worker_load_fails(
 @in_module
 async def test_a_gateway_that_lets_miss_load_fails(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is let at a chunk its lease does not hold is a failure, though the lookup itself missed."""
-    load = Reads.load
+    plan_load = Reads.plan_load
 
-    async def careless(self: Reads, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
+    def careless(self: Reads, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
         held = all(lease.usable(index) for index in chunks)
-        return await load(self, session, lease, rectangle, chunks if held else ())
+        return plan_load(self, session, lease, rectangle, chunks if held else ())
 
-    monkeypatch.setattr(Reads, "load", careless)
+    monkeypatch.setattr(Reads, "plan_load", careless)
     assert failed(await verified(gateway, tmp_path, "model.rope.theta")) == {"model.rope.theta"}
 
 
