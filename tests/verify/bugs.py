@@ -18,7 +18,7 @@ from kvgate.contract.plan import PartitionPlan, Rectangle
 from kvgate.contract.record import IdentityRecord
 from kvgate.contract.representation import Representation
 from kvgate.contract.request import RequestDescriptor
-from kvgate.daemon import leases, reads
+from kvgate.daemon import leases, shards
 from kvgate.verify import plants
 
 RECORDS: dict[str, type[IdentityRecord]] = {
@@ -116,4 +116,4 @@ def _shard(patch: pytest.MonkeyPatch, field: str) -> None:
         del value[field]
         return digest(Kind.SHARD, encode(value))
 
-    patch.setattr(reads, "shard_address", addressed)
+    patch.setattr(shards, "shard_address", addressed)

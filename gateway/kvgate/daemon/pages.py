@@ -261,7 +261,7 @@ class Pages:
     async def _load(self, session: Session, message: LoadPages) -> Record:
         mover, lent, handle = self._require_lent(session, message.chunks, message.blocks)
         lease = await worker_lease(session, self._leases, message.lease, self._config.adapter_wait_s)
-        plan = await self._reads.load(session.id, lease, session.rectangle, message.chunks)
+        plan = self._reads.plan_load(session.id, lease, session.rectangle, message.chunks)
         mismatched: tuple[int, ...] = ()
         try:
             _require_length(handle, plan.slots)

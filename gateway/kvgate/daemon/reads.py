@@ -1,4 +1,4 @@
-"""The read path: probe, acquire, load. A hit is a chunk whose every shard is held and whose every envelope vouches for it."""
+"""The read path: acquire, load. A hit is a chunk whose every shard is held and whose every envelope vouches for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Final
 
 import structlog
 
-from kvgate.contract.address import shard_address
 from kvgate.daemon.background import end_tasks
 from kvgate.daemon.errors import Refused
 from kvgate.daemon.explain import Explainer
@@ -18,7 +17,8 @@ from kvgate.daemon.leases import HeldChunk, Lease, LeaseTable, Place
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.pool_view import PoolView
 from kvgate.daemon.presence import PresenceIndex
-from kvgate.daemon.registry import Registration
+from kvgate.daemon.probes import Probes
+from kvgate.daemon.shards import refs_in
 from kvgate.protocol.messages import LoadPlan, PayloadSlot
 from kvgate.storage.backend import Held, ObjectRef, StorageBackend, StorageUnavailable
 from kvgate.storage.envelope import ENVELOPE_BYTES, EnvelopeError, payload_digest_of
@@ -60,7 +60,7 @@ class _Batch:
 
 
 class Reads:
-    """Probing, holding and handing out stored chunks."""
+    """Holding and handing out stored chunks."""
 
     def __init__(
         self,
@@ -75,14 +75,13 @@ class Reads:
         probe_s: float,
         storage_s: float,
     ) -> None:
+        self.probes = Probes(backend, presence, explainer, envelope_keys, metrics, probe_s)
         self._backend = backend
         self._pool = pool
         self._presence = presence
         self._leases = leases
         self._explainer = explainer
-        self._envelope_keys = envelope_keys
         self._metrics = metrics
-        self._probe_s = probe_s
         self._storage_s = storage_s
         self._loads: dict[int, OpenLoad] = {}
         self._loads_of: Counter[int] = Counter()  # by session
@@ -93,88 +92,6 @@ class Reads:
     def open_loads(self) -> int:
         """How many loads are being copied."""
         return len(self._loads)
-
-    def present(self, lease: Lease) -> int:
-        """How many chunks from the first are believed whole, each in one of the lease's places."""
-        present = self._presence.contiguous(lease.chunks, lease.rectangles)
-        if lease.earlier:
-            places = self._places(lease)
-            while any(self._believed_in(lease, place, present) for place in places):
-                present += 1
-        return present
-
-    def start_probe(self, lease: Lease, present: int) -> bool:
-        """Ask storage in the background about chunks from ``present`` on; False where there is nothing to ask about."""
-        if present >= len(lease.chunks) or self._backend.pool is None:
-            return False
-        if self._presence.complete and not self._backend.has_l2:
-            return False
-        lease.probe = asyncio.create_task(self._probe(lease, present, lease.probe))
-        return True
-
-    def probing(self, lease: Lease) -> bool:
-        """Whether storage is being asked about this lease's chunks."""
-        return lease.probe is not None and not lease.probe.done()
-
-    async def probed(self, lease: Lease, wait_s: float) -> tuple[int, bool]:
-        """How many chunks from the first are believed present once the probe has ended or the wait is over, and whether it goes on."""
-        probe = lease.probe
-        if probe is not None:
-            await asyncio.wait({probe}, timeout=wait_s)
-            if probe.done() and not probe.cancelled():
-                return max(probe.result(), self.present(lease)), False
-        return self.present(lease), probe is not None
-
-    async def _probe(self, lease: Lease, present: int, earlier: asyncio.Task[int] | None) -> int:
-        """How many chunks from the first are present, each in one of the lease's places. ``earlier``: its last probe, waited for."""
-        if earlier is not None:
-            present = max(present, await earlier, self.present(lease))
-        try:
-            async with asyncio.timeout(self._probe_s):
-                reached = -1
-                while reached < present < len(lease.chunks):
-                    reached = present
-                    for place in self._places(lease):
-                        present = await self._probe_place(lease, place, present)
-        except (StorageUnavailable, TimeoutError) as error:
-            lease.unanswered = True
-            self._metrics.storage_faults.labels("probe").inc()
-            log.warning("probe.failed", error=type(error).__name__)
-        return present
-
-    async def _probe_place(self, lease: Lease, place: Place, present: int) -> int:
-        """The same in one place. One chunk is asked for first: most probes end there."""
-        step = 1
-        while present < len(place.chunks):
-            asked = range(present, min(present + step, len(place.chunks)))
-            refs = [ref for index in asked for ref in self._refs(lease, place, index)]
-            found = await self._backend.probe(refs, self._probe_s)
-            whole = self._note_found(lease, place, asked, found)
-            present += whole
-            if whole < len(asked):
-                break
-            step = BATCH_CHUNKS
-        return present
-
-    def _note_found(self, lease: Lease, place: Place, asked: range, found: list[bool | None]) -> int:
-        wide = lease.rectangles
-        news = []  # whole, and not known so: stored by another host, or before this start
-        whole = len(asked)
-        for at, index in enumerate(asked):
-            cells = found[at * wide : (at + 1) * wide]
-            if all(cells) and not self._presence.whole(place.chunks[index], wide):
-                news.append(index)
-            for rectangle, there in enumerate(cells):
-                if there:
-                    self._presence.add(place.chunks[index], rectangle)
-            if not all(cells):
-                lease.unanswered |= None in cells
-                whole = at
-                break
-        if news and place.chunks is lease.chunks:
-            links = lease.links.first(news[-1] + 1)
-            self._explainer.stored((lease.chunks[index], links[index], lease.components) for index in news)
-        return whole
 
     async def acquire(self, lease: Lease, first: int, last: int, deadline_s: float) -> int:
         """Hold chunks ``[first, end)`` and return ``end``. Idempotent; what is held already is kept."""
@@ -218,27 +135,17 @@ class Reads:
             await asyncio.wait({probe}, timeout=max(0.0, wait_s))
             lease.unanswered |= not probe.done()
             if probe.done() and not probe.cancelled():
-                return max(probe.result(), self.present(lease))
-        return self.present(lease)
-
-    def _own(self, lease: Lease) -> Place:
-        """Where the lease's chunks are stored, and looked for first."""
-        return Place(lease.domain, lease.chunks, self._envelope_keys)
-
-    def _places(self, lease: Lease) -> list[Place]:
-        return [self._own(lease), *lease.earlier.values()]
-
-    def _believed_in(self, lease: Lease, place: Place, index: int) -> bool:
-        return index < len(place.chunks) and self._presence.whole(place.chunks[index], lease.rectangles)
+                return max(probe.result(), self.probes.present(lease))
+        return self.probes.present(lease)
 
     def _next_batch(self, lease: Lease, first: int, last: int) -> tuple[Place, int]:
         """The place that is believed to have chunk ``first``, and the end of what it has of ``[first, last)``."""
-        own = self._own(lease)
+        own = self.probes.own(lease)
         if not lease.earlier:
             return own, last
         for place in (own, *lease.earlier.values()):
             end = first
-            while end < last and self._believed_in(lease, place, end):
+            while end < last and self.probes.believed_in(lease, place, end):
                 end += 1
             if end > first:
                 return place, end
@@ -276,7 +183,7 @@ class Reads:
         place, end = self._next_batch(lease, first, min(stop, first + BATCH_CHUNKS))
         last = next((index for index in range(first, end) if index in lease.held and not lease.usable(index)), end)
         wanted = [index for index in range(first, last) if index not in lease.held]
-        refs = [self._refs(lease, place, index) for index in wanted]
+        refs = [refs_in(lease, place, index) for index in wanted]
         deadline_s = max(0.001, until - asyncio.get_running_loop().time())
         got = asyncio.create_task(self._held([ref for row in refs for ref in row], deadline_s))
         return _Batch(place, end, last, wanted, refs, self._pool.generation, got)
@@ -340,10 +247,6 @@ class Reads:
                 self._quarantine(lease, place, index, rectangle, f"envelope_{error}")
                 return None
         return tuple(digests)
-
-    async def load(self, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
-        """``plan_load`` for those who wait for things anyway."""
-        return self.plan_load(session, lease, rectangle, chunks)
 
     def plan_load(self, session: int, lease: Lease, rectangle: int, chunks: tuple[int, ...]) -> LoadPlan:
         """Where the payloads of acquired ``chunks`` lie for the worker that holds ``rectangle``."""
@@ -440,13 +343,13 @@ class Reads:
         held = lease.held.get(index)
         if held is not None:
             held.quarantined = True
-        self._quarantine(lease, self._own(lease) if held is None else held.place, index, rectangle, why)
+        self._quarantine(lease, self.probes.own(lease) if held is None else held.place, index, rectangle, why)
 
     def _quarantine(self, lease: Lease, place: Place, index: int, rectangle: int, why: str) -> None:
         self._metrics.quarantined.labels(why).inc()
         self._presence.discard(place.chunks[index], rectangle)
         self._explainer.refused(place.chunks[index], why)
-        ref = self._refs(lease, place, index)[rectangle]
+        ref = refs_in(lease, place, index)[rectangle]
         task = asyncio.create_task(self._delete(ref))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -483,22 +386,3 @@ class Reads:
             # Nothing else is to be done about them: they end with their pool.
             self._metrics.storage_faults.labels("release").inc()
             log.warning("release.failed", holds=len(holds))
-
-    def _refs(self, lease: Lease, place: Place, index: int) -> list[ObjectRef]:
-        return shard_refs(lease.registration, place.chunks[index], place.domain)
-
-
-def shard_refs(registration: Registration, chunk: bytes, domain: bytes | None = None) -> list[ObjectRef]:
-    """The stored objects of one chunk, one a rectangle of the plan, in the plan's order. ``domain`` None: the registration's."""
-    form, domain = registration.form, domain or registration.domain
-    return [
-        ObjectRef(shard_address(chunk, rectangle), object_bytes, domain)
-        for rectangle, object_bytes in zip(form.plan.rectangles, form.object_bytes, strict=True)
-    ]
-
-
-def shard_ref(registration: Registration, chunk: bytes, rectangle: int, domain: bytes | None = None) -> ObjectRef:
-    """One of them: that of the plan's ``rectangle``-th."""
-    form = registration.form
-    address = shard_address(chunk, form.plan.rectangles[rectangle])
-    return ObjectRef(address, form.object_bytes[rectangle], domain or registration.domain)

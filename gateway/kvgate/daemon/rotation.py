@@ -84,7 +84,7 @@ class Rotation:
         key = self._earlier[message.secret].envelope_key
         place = Place(domain.id, chunk_chain(root, split(message.tokens)), (key,))
         new = self._leases.add_earlier(lease, message.secret, place)
-        present = self._reads.present(lease)
+        present = self._reads.probes.present(lease)
         # Each probe waits for the one before, so there must be no more of them than places.
-        probing = self._reads.start_probe(lease, present) if new else self._reads.probing(lease)
+        probing = self._reads.probes.start(lease, present) if new else self._reads.probes.running(lease)
         return messages.PreviousLooked(present=present, probing=probing)

@@ -21,8 +21,9 @@ from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.policy import Domain, Policy
 from kvgate.daemon.presence import PresenceIndex
 from kvgate.daemon.processes import Process
-from kvgate.daemon.reads import Reads, shard_ref
+from kvgate.daemon.reads import Reads
 from kvgate.daemon.registry import Rank, Registration, Registry
+from kvgate.daemon.shards import shard_ref
 from kvgate.daemon.writers import Writer
 from kvgate.daemon.writes import Writes
 from kvgate.protocol import messages
@@ -240,12 +241,12 @@ class Service:
         present = self._presence.contiguous(lease.chunks, lease.rectangles)
         self._metrics.bound_chunks.labels("known").inc(present)
         self._metrics.bound_chunks.labels("unknown").inc(len(lease.chunks) - present)
-        if self._reads.start_probe(lease, present):
+        if self._reads.probes.start(lease, present):
             return self._bound_when_probed(lease)
         return _bound(lease, present, probing=False)
 
     async def _bound_when_probed(self, lease: Lease) -> Record:
-        present, probing = await self._reads.probed(lease, BIND_PROBE_S)
+        present, probing = await self._reads.probes.answer(lease, BIND_PROBE_S)
         return _bound(lease, present, probing=probing)
 
     async def _acquire(self, session: Session, message: messages.Acquire) -> Record:
@@ -266,7 +267,7 @@ class Service:
 
     async def _explain(self, session: Session, message: messages.Explain) -> Record:
         lease = self._leases.find(message.lease)
-        missing = self._reads.present(lease) if lease is not None else 0
+        missing = self._reads.probes.present(lease) if lease is not None else 0
         return await self._explainer.answer(session.id, message.lease, lease, missing)
 
     def _load(self, session: Session, message: messages.Load) -> Answer:

@@ -211,7 +211,7 @@ class Variants:
 
     async def _load_rectangle(self, session: Session, message: messages.LoadRectangle) -> Record:
         lease = await self._ready_lease(session, message.lease, message.rectangle)
-        return await self._reads.load(session.id, lease, message.rectangle, message.chunks)
+        return self._reads.plan_load(session.id, lease, message.rectangle, message.chunks)
 
     async def _seal_variant(self, session: Session, message: messages.SealVariant) -> Record:
         lease = self._leases.owned(message.lease, session.id)
@@ -307,7 +307,7 @@ class Variants:
     def _look(self, lease: Lease) -> tuple[int, bool]:
         """How many chunks are believed present, and whether storage is being asked about the rest."""
         present = self._presence.contiguous(lease.chunks, lease.rectangles)
-        return present, self._reads.start_probe(lease, present)
+        return present, self._reads.probes.start(lease, present)
 
     def _sealed(self, session: Session, handle: bytes) -> tuple[Domain, Registration]:
         domain = session.own_domain

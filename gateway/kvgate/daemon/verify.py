@@ -20,8 +20,8 @@ from kvgate.daemon.explain import Explainer
 from kvgate.daemon.leases import Lease, LeaseTable
 from kvgate.daemon.policy import Domain
 from kvgate.daemon.presence import PresenceIndex
-from kvgate.daemon.reads import shard_refs
 from kvgate.daemon.service import Handler, Session
+from kvgate.daemon.shards import shard_refs
 from kvgate.protocol import verify_messages as messages
 from kvgate.storage.backend import ObjectRef, StorageBackend, StorageUnavailable
 from kvgate.storage.tiers import L1, Tiered

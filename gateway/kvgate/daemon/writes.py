@@ -14,7 +14,7 @@ from kvgate.daemon.leases import Lease
 from kvgate.daemon.metrics import Metrics
 from kvgate.daemon.pool_view import PoolView
 from kvgate.daemon.presence import PresenceIndex
-from kvgate.daemon.reads import shard_ref
+from kvgate.daemon.shards import shard_ref
 from kvgate.daemon.writers import OpenWrite, Writer, Writers
 from kvgate.protocol.messages import Reserved, ReservedSlot, WrittenPayload
 from kvgate.storage.backend import Refusal, Reservation, StorageBackend, StorageUnavailable
