@@ -202,25 +202,35 @@ class Bench:
         print(f"{case}: {value:.2f} ms{beside}{times}", flush=True)
 
 
-def main() -> int:
-    """Measure where there is a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """What all programs of this kind take."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=records.LOCAL)
     parser.add_argument("--commit", default="")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor with CUDA graphs: starts sooner")
-    parser.add_argument("--no-l2", action="store_true", help="leave out the run after a restart")
     parser.add_argument("--backend", choices=("lmcache", "memory"), default="lmcache")
-    options = parser.parse_args()
+    return parser
+
+
+def measure(bench: type[Bench], options: argparse.Namespace) -> int:
+    """Run where there is a GPU; returns the exit status."""
     if not gpus():
         print("skipped: this machine has no NVIDIA GPU")
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="kvg-ttft-"))
     try:
-        Bench(options, work).run()
+        bench(options, work).run()
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return 0
+
+
+def main() -> int:
+    """Measure where there is a GPU."""
+    parser = arguments(__doc__)
+    parser.add_argument("--no-l2", action="store_true", help="leave out the run after a restart")
+    return measure(Bench, parser.parse_args())
 
 
 if __name__ == "__main__":

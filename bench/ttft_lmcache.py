@@ -14,12 +14,10 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,8 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import records
-from bench.ttft_h200 import LONG_CHUNKS, MODEL_S, RUNS, VOCABULARY, Bench, short_pairs, steps
-from tests.gpu.__main__ import gpus
+from bench.ttft_h200 import LONG_CHUNKS, MODEL_S, RUNS, VOCABULARY, Bench, arguments, measure, short_pairs, steps
 from tests.gpu.processes import ROOT, STOP_S, Engines, Gateway, ProcessError, environment
 from tests.gpu.suite import TIE, random_prompt
 
@@ -311,24 +308,10 @@ class Beside(Bench):
 
 def main() -> int:
     """Measure where there is a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=records.LOCAL)
+    parser = arguments(__doc__)
     parser.add_argument("--peer", type=Path, default=None)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--eager", action="store_true", help="neither compiled nor with CUDA graphs: starts sooner")
-    parser.add_argument("--backend", choices=("lmcache", "memory"), default="lmcache")
     parser.add_argument("--budget-s", type=float, default=280.0, help="begin nothing that would end later (%(default)s)")
-    options = parser.parse_args()
-    if not gpus():
-        print("skipped: this machine has no NVIDIA GPU")
-        return 0
-    options.out.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="kvg-ttft-"))
-    try:
-        Beside(options, work).run()
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return 0
+    return measure(Beside, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from kvgate.storage.attach_wire import LOCK_TTL_S
+from kvgate.storage.backend import ObjectRef
 from tests.children import die_with_parent
 
 START_S = 120.0
@@ -123,3 +125,10 @@ def lmcache_server(
         if server.process.poll() is None:
             server.kill()
         (Path("/dev/shm") / pool).unlink(missing_ok=True)
+
+
+def name_in(client: Redis, ref: ObjectRef) -> bytes:
+    """Under what name a Redis has the object."""
+    (name,) = client.scan_iter(match=f"*{ref.address.hex()}*", count=10_000)
+    assert isinstance(name, bytes)
+    return name

@@ -17,7 +17,7 @@ from kvgate.storage.backend import ObjectRef, StorageUnavailable
 from kvgate.storage.lmcache import LMCacheBackend, LMCacheConfig
 from tests.storage.conftest import needs_lmcache
 from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref
-from tests.storage.servers import Server, needs_redis, needs_valkey, redis_adapter, redis_server, valkey_adapter
+from tests.storage.servers import Server, name_in, needs_redis, needs_valkey, redis_adapter, redis_server, valkey_adapter
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), needs_lmcache, needs_redis]
 
@@ -30,12 +30,6 @@ class Remote:
     server: Server
     client: Redis
     kind: str
-
-    def key(self, ref: ObjectRef) -> bytes:
-        """Under what name the server has ``ref``."""
-        (key,) = self.client.scan_iter(match=f"*{ref.address.hex()}*", count=10_000)
-        assert isinstance(key, bytes)
-        return key
 
     async def in_server_only(self, *refs: ObjectRef) -> None:
         """Store ``refs`` and drive them out of the pool."""
@@ -113,7 +107,7 @@ async def test_objects_deleted_behind_our_back_are_misses(remote: Remote) -> Non
     """DEL, and a flush of everything: absent for probe and acquire, and stored anew as if they had never been."""
     refs = [new_ref() for _ in range(4)]
     await remote.in_server_only(*refs)
-    remote.client.delete(remote.key(refs[0]))
+    remote.client.delete(name_in(remote.client, refs[0]))
     assert await remote.store.probe(*refs) == [False, True, True, True]
     assert [await remote.store.read(ref) for ref in refs] == [None, *(content(ref) for ref in refs[1:])]
     await remote.store.push_out_of_l1()
@@ -129,7 +123,7 @@ async def test_an_object_deleted_between_probe_and_read_is_a_miss(remote: Remote
     refs = [new_ref() for _ in range(6)]
     await remote.in_server_only(*refs)
     assert await remote.store.probe(*refs) == [True] * 6
-    remote.client.delete(*(remote.key(ref) for ref in refs[::2]))
+    remote.client.delete(*(name_in(remote.client, ref) for ref in refs[::2]))
     held = await remote.store.acquire(*refs)
     assert [one is not None for one in held] == [False, True] * 3
     for ref, one in zip(refs, held, strict=True):
@@ -142,7 +136,7 @@ async def test_a_value_whose_length_was_changed_is_never_served(remote: Remote, 
     """Shortened or lengthened in the server: it is a miss, no other object comes back wrong, and the adapter works again."""
     refs = [new_ref(70_000) for _ in range(4)]
     await remote.in_server_only(*refs)
-    key = remote.key(refs[0])
+    key = name_in(remote.client, refs[0])
     remote.client.set(key, (content(refs[0]) * 2)[:left])
     for _ in range(4):
         reads = await asyncio.gather(*(remote.store.read(ref) for ref in refs))

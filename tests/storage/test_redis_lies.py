@@ -11,11 +11,10 @@ import pytest
 import pytest_asyncio
 from redis import Redis
 
-from kvgate.storage.backend import ObjectRef
 from kvgate.storage.lmcache import LMCacheBackend, LMCacheConfig
 from tests.storage.conftest import needs_lmcache
 from tests.storage.harness import POOL_BYTES, SOON_S, Harness, content, new_ref
-from tests.storage.servers import needs_redis, needs_valkey, redis_server
+from tests.storage.servers import name_in, needs_redis, needs_valkey, redis_server
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), needs_lmcache, needs_redis]
 
@@ -74,12 +73,6 @@ class Remote:
     client: Redis
     kind: str
 
-    def name(self, ref: ObjectRef) -> bytes:
-        """Under what name the server has ``ref``."""
-        (name,) = self.client.scan_iter(match=f"*{ref.address.hex()}*", count=10_000)
-        assert isinstance(name, bytes)
-        return name
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["resp", pytest.param("valkey", marks=needs_valkey)])
 async def remote(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Remote]:
@@ -106,7 +99,7 @@ async def test_one_value_of_another_length_costs_no_other(remote: Remote, more: 
     refs = [new_ref(70_000) for _ in range(OBJECTS)]
     await remote.store.put(*refs)
     await remote.store.push_out_of_l1()
-    names = [remote.name(ref) for ref in refs]
+    names = [name_in(remote.client, ref) for ref in refs]
     remote.client.set(OTHER, (content(refs[0]) * 2)[: 70_000 + more])
     renewals = await remote.store.counter("l2_adapter_renewals")
     remote.between.lie_about = names[0]
@@ -134,7 +127,7 @@ async def test_what_a_lie_left_in_the_connection_is_never_an_object(remote: Remo
     refs = [new_ref(70_000) for _ in range(OBJECTS)]
     await remote.store.put(*refs)
     await remote.store.push_out_of_l1()
-    names = [remote.name(ref) for ref in refs]
+    names = [name_in(remote.client, ref) for ref in refs]
     renewals = await remote.store.counter("l2_adapter_renewals")
     remote.client.set(OTHER, b"$70000\r\n" + b"f" * 70_000 + b"\r\n")
     remote.between.lie_about, remote.between.lies = names[0], 0

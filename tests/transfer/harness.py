@@ -206,3 +206,19 @@ def daemon() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A process with a mover and pages attached in it, to be killed, and the id of its transfer process."""
     with _python(_DAEMON, secrets.token_hex(16)) as (process, line):
         yield process, int(line)
+
+
+def export_on(device: str, like: PageExport) -> PageExport:
+    """Pages on a GPU that is not there."""
+    return PageExport(
+        kind="cuda_ipc",
+        device=device,
+        storages=like.storages,
+        layers=like.layers,
+        layout="GPU_NHD_PACKED",
+        kv_heads=4,
+        head_dim=64,
+        block_tokens=16,
+        dtype="bfloat16",
+        tensor_dtype="bfloat16",
+    )

@@ -19,7 +19,6 @@ import torch
 from kvgate.storage.backend import PoolInfo
 from kvgate.transfer import (
     MoveRefused,
-    PageExport,
     PagesRefused,
     SlotsInDoubt,
     TransferBusy,
@@ -38,6 +37,7 @@ from tests.transfer.harness import (
     Pool,
     blocks_of,
     daemon,
+    export_on,
     long_store,
     make_mover,
     moves,
@@ -295,18 +295,7 @@ async def test_a_process_that_dies_slowly_is_replaced_once(mortal: Served, monke
 async def test_gpu_that_is_not_there(served: Served) -> None:
     """Pages on a GPU that this machine lacks are not attached, with the cause; the process that tried is gone."""
     mover = make_mover()
-    export = PageExport(
-        kind="cuda_ipc",
-        device="GPU-01234567-89ab-cdef-0123-456789abcdef",
-        storages=served.pages.export.storages,
-        layers=served.pages.export.layers,
-        layout="GPU_NHD_PACKED",
-        kv_heads=4,
-        head_dim=64,
-        block_tokens=16,
-        dtype="bfloat16",
-        tensor_dtype="bfloat16",
-    )
+    export = export_on("GPU-01234567-89ab-cdef-0123-456789abcdef", served.pages.export)
     if torch.cuda.is_available():
         pytest.skip("there may be such a GPU")
     with pytest.raises(TransferUnavailable, match="GPU"):

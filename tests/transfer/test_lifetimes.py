@@ -13,12 +13,12 @@ from structlog.testing import capture_logs
 
 from kvgate.storage.backend import PoolInfo
 from kvgate.storage.pool import ALIGN_BYTES
-from kvgate.transfer import PageExport, TransferUnavailable
+from kvgate.transfer import TransferUnavailable
 from kvgate.transfer.child import Child
 from kvgate.transfer.limits import Limits
 from kvgate.transfer.supervisor import TransferProcesses, end_left_behind
 from tests.transfer.conftest import Served
-from tests.transfer.harness import ME, RAW, SOON_S, Pages, Pool, make_mover, moves, pid_of, runs
+from tests.transfer.harness import ME, RAW, SOON_S, Pages, Pool, export_on, make_mover, moves, pid_of, runs
 from tests.transfer.harness import until as wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,22 +29,6 @@ NO_GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for something that must come true, while the loop runs."""
     await asyncio.to_thread(wait_until, holds)
-
-
-def export_on(device: str, like: PageExport) -> PageExport:
-    """Pages on a GPU that is not there."""
-    return PageExport(
-        kind="cuda_ipc",
-        device=device,
-        storages=like.storages,
-        layers=like.layers,
-        layout="GPU_NHD_PACKED",
-        kv_heads=4,
-        head_dim=64,
-        block_tokens=16,
-        dtype="bfloat16",
-        tensor_dtype="bfloat16",
-    )
 
 
 async def test_a_device_whose_process_is_dying_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,10 +124,8 @@ class Wire(asyncio.Protocol):
             reply.set_exception(GatewayUnavailable(problem))
             return
         number = next(self._numbers)
-        try:
-            frame = frame_bytes(number, message)
-        except ContractError as error:
-            reply.set_exception(error)
+        frame = _framed(number, message, reply)
+        if not frame:
             return
         timer = self._loop.call_later(deadline_s, self._expire, number)
         self._pending[number] = _Pending(REPLIES[type(message)], reply, timer)
@@ -138,10 +136,8 @@ class Wire(asyncio.Protocol):
         number, frame = 0, b""
         if SINCE[type(message)] <= self.version:
             number = next(self._numbers)
-            try:
-                frame = frame_bytes(number, message)
-            except ContractError as error:
-                reply.set_exception(error)
+            frame = _framed(number, message, reply)
+            if not frame:
                 return
         until_s = self._loop.time() + deadline_s
         with self._lock:
@@ -230,6 +226,15 @@ class Wire(asyncio.Protocol):
             pending.reply.set_result(message)
         else:
             pending.reply.set_exception(GatewayUnavailable("the gateway's reply has the wrong type"))
+
+
+def _framed(number: int, message: Record, reply: Reply) -> bytes:
+    """The frame of a request; empty, and ``reply`` settled, where the message can't be one."""
+    try:
+        return frame_bytes(number, message)
+    except ContractError as error:
+        reply.set_exception(error)
+        return b""
 
 
 async def settled(reply: Reply) -> Record:
